@@ -18,10 +18,9 @@ from functools import cached_property
 from typing import Any
 
 from jax_offload._analysis.chips import Chip
-from jax_offload._analysis.timeline import compute_time, link_time
-from jax_offload._analysis.units import in_bytes, in_seconds
+from jax_offload._analysis.timeline import link_time
 from jax_offload._base.memory import POOL_VARIABLE, pool_limit
-from jax_offload._base.text import aligned, preformatted, terminal_width
+from jax_offload._base.text import aligned, in_bytes, in_seconds, preformatted, terminal_width
 
 HEADER = ("", "params", "grads", "state", "window", "activations", "sum", "fits", "host", "adds")
 
@@ -33,12 +32,7 @@ MOST = 0.95  # of a GPU's memory that jax can be told to take
 POOL_HEADROOM = 64 / 46.8  # XLA's pool was at 46.8 of 64 GB when an allocation failed: it fragments
 ON_A_HOST = 8  # devices that share a host, at most
 ASK = "give activations, or layers, width and tokens"
-WORDS = {
-    "fraction": "offloading a part of the state",
-    "cores": "updating on the host's cores",
-    "disk": "a state on disk",
-}
-CHEAPEST = ("resident", "fraction", "offload", "as given", "pipelined", "cores", "disk")
+WORDS = {"fraction": "offloading a part", "cores": "updating on the host's cores", "disk": "a state on disk"}
 
 
 def on_gpus(chip: Chip | None) -> bool:
@@ -51,15 +45,14 @@ def jax_takes(chip: Chip | None) -> tuple[float, str]:
         return 1.0, "jax takes all of a TPU's memory"
     if os.environ.get("XLA_PYTHON_CLIENT_ALLOCATOR", "default").lower() == "platform":
         return 1.0, "XLA_PYTHON_CLIENT_ALLOCATOR=platform takes what there is"
-    name = FRACTION if os.environ.get(FRACTION) else OTHER_NAME
-    text = os.environ.get(name) or ""
+    name = next((name for name in (FRACTION, OTHER_NAME) if os.environ.get(name)), "")
     try:
-        share = float(text) if text else BY_DEFAULT
+        share = float(os.environ.get(name, BY_DEFAULT))
     except ValueError:
         share = math.nan
     if not share > 0:
-        raise ValueError(f"{name}: expected a share such as 0.9 in the environment; got {text!r}.")
-    return share, f"jax takes {share:.0%} ({name if text else f'by default; {FRACTION} sets another share'})"
+        raise ValueError(f"{name}: expected a share such as 0.9 in the environment; got {os.environ[name]!r}.")
+    return share, f"jax takes {share:.0%} ({name or f'by default; {FRACTION} sets another share'})"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -168,11 +161,10 @@ class Plan:
       tokens_per_step: the tokens in a step, over all devices; ``None`` if not known.
       devices: the number of devices that hold the parameters.
       activations: bytes on one device; ``None`` if not known.
-      dtype: the dtype of the largest parameter.
-      multiplied: the number of parameters in matrices, over all devices.
+      speed: operations per second that matmuls in the parameters' dtype reach; ``None`` without a chip.
+      compute: seconds of a step's arithmetic; ``None`` without a chip or tokens.
       device_memory: bytes of one device; ``None`` if not known.
       host_memory: bytes of a host's memory for each of its devices; ``None`` if not known.
-      replicated: whether devices hold the same parameters.
       options: the rows, each a ``Row``.
       said: the assumptions about the model; ``assumptions`` has all.
 
@@ -187,11 +179,10 @@ class Plan:
     tokens_per_step: int | None
     devices: int
     activations: int | None
-    dtype: str
-    multiplied: int
+    speed: float | None
+    compute: float | None
     device_memory: int | None
     host_memory: int | None
-    replicated: bool
     options: tuple[Row, ...] = ()
     said: tuple[str, ...] = ()
 
@@ -201,14 +192,6 @@ class Plan:
         return (
             None if self.device_memory is None else int(self.device_memory * jax_takes(self.chip)[0] * (1 - HEADROOM))
         )
-
-    @property
-    def compute(self) -> float | None:
-        """Seconds of a step's arithmetic; ``None`` without a chip or tokens."""
-        if self.chip is None or self.tokens_per_step is None:
-            return None
-        operations = OPERATIONS * self.multiplied * self.tokens_per_step / self.devices
-        return compute_time(self.chip, operations, self.dtype)
 
     def judged(self, row: Row) -> Row:
         """Complete a row with the time that its transfers add, by the model of time, and with whether it fits."""
@@ -278,7 +261,7 @@ class Plan:
     def to_dict(self) -> dict[str, Any]:
         """Return everything as JSON types, in bytes and seconds."""
         found: dict[str, Any] = dataclasses.asdict(self) | {"recommended": self.recommended and self.recommended.name}
-        found |= {name: getattr(self, name) for name in ("verdict", "code", "usable", "compute", "assumptions")}
+        found |= {name: getattr(self, name) for name in ("verdict", "code", "usable", "assumptions")}
         for row, given in zip(found["options"], self.options, strict=True):
             row |= {"peak": given.peak, "missing": list(given.missing)}
         return found
@@ -301,12 +284,8 @@ class Plan:
             lines += ["", *(f"{chip.name}.{key}: {source}" for key, source in chip.sources.items())] if chip else []
         return "\n".join(lines)
 
-    def __str__(self) -> str:
-        return self.describe()
-
     def __repr__(self) -> str:
-        best = "nothing" if self.recommended is None else self.recommended.name
-        return f"Plan({len(self.options)} rows, {best} recommended)"
+        return self.describe()
 
     _repr_html_ = preformatted
 
@@ -351,8 +330,7 @@ class Plan:
             over = in_bytes(self._over_on_the_host(least))
             first = f"Nothing fits: {least.name} needs {over} more of the host's memory for each device."
             return f"{first} Take a host with more, a state on disk (disk=True), or more devices.", "", None
-        over = "the" if self.replicated else "more"
-        second = f"Divide the parameters over {over} devices (FSDP), or take larger ones."
+        second = "Divide the parameters over the devices (FSDP), or take more or larger ones."
         if (takes := least.activations or 0) > least.peak / 2:
             second = f"Activations take {in_bytes(takes)}: take fewer tokens a step, or more devices."
         return f"{first} {second}", "", None
@@ -391,14 +369,14 @@ class Plan:
         said = f"time: {how}: {chip.name}'s link {one:g} GB/s one way, {both:g} each way at once{known}"
         if compiled:
             return said
-        if not self.compute:
+        if not self.compute or not self.speed:
             return f"{said}; without tokens nothing is hidden"
         hides = "backward pass (2/3) hides copies"
         if any(row.waits for row in self.options):
             hides = "forward pass (1/3) hides jo.pipelined's copies; nothing hides jo.jit's, one way after the other"
         return (
             f"{said}; {self.tokens_per_step:,} tokens × {OPERATIONS} operations for each parameter of a matrix, at "
-            f"{1e-12 / compute_time(chip, 1.0, self.dtype):.4g} TFLOP/s, take {in_seconds(self.compute)}; the {hides}"
+            f"{self.speed / 1e12:.4g} TFLOP/s, take {in_seconds(self.compute)}; the {hides}"
         )
 
 
@@ -411,9 +389,8 @@ def _condition(row: Row, room: int) -> str:
 def _by_cost(row: Row) -> tuple[Any, ...]:
     """Sort rows that fit first, then those that may; among these rows with the same numbers, and the cheapest."""
     fits = {True: 0, None: 1, False: 2}[row.fits]
-    kind = next((k for k, name in enumerate(CHEAPEST) if row.name.startswith(name)), len(CHEAPEST))
     added = math.inf if row.added is None else round(row.added, 6)
-    return fits, not row.same_numbers, added, kind, (row.loaded or 0) + row.stored, row.disk
+    return fits, not row.same_numbers, added, row.disk, row.on_cores, (row.loaded or 0) + row.stored
 
 
 def _gib(nbytes: int | None) -> str:

@@ -16,8 +16,7 @@ from jax_offload._analysis.chips import chip as chip_of
 from jax_offload._analysis.compiled import SAYS, Compiled, compiled
 from jax_offload._analysis.hlo import started, trips
 from jax_offload._analysis.timeline import COMPUTE, LOAD, STORE, UNKNOWN, Program, Segment, Timeline, leaf_of
-from jax_offload._analysis.units import in_seconds
-from jax_offload._base.text import aligned, preformatted
+from jax_offload._base.text import aligned, in_seconds, preformatted
 
 _MIB = 2**20
 _LARGE = 64 * _MIB  # below it, loading all of a state at once costs nothing

@@ -17,17 +17,19 @@ import optax
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 from jax.tree_util import tree_map_with_path
 
-from jax_offload._analysis.answer import ON_A_HOST, Plan, Row
+from jax_offload._analysis.answer import ON_A_HOST, OPERATIONS, Plan, Row
 from jax_offload._analysis.chips import Chip
 from jax_offload._analysis.chips import chip as chip_of
 from jax_offload._analysis.inspection import inspect
 from jax_offload._analysis.targets import target_of
-from jax_offload._analysis.units import bytes_of, count_of, in_bytes
+from jax_offload._analysis.timeline import compute_time
+from jax_offload._analysis.units import bytes_of, count_of
 from jax_offload._base.around import described, shardings_of
 from jax_offload._base.arrays import Offloaded, nbytes
 from jax_offload._base.jaxprs import Var
 from jax_offload._base.paths import key_of
 from jax_offload._base.shardings import names_in, sharding_of, shards_of
+from jax_offload._base.text import in_bytes
 from jax_offload._disk.option import disk as disk_option
 from jax_offload._emit.find import updates_in
 from jax_offload._emit.region import Moved, Update
@@ -126,11 +128,11 @@ def plan(
         chip = target_of(target).chip
     known, said, made = None if chip is None else chip_of(chip), list[str](), None
     if callable(tx) and isinstance(params, _OPTIMIZERS):
-        made = Steps(tx, args, target)
-        tx, params = params, made.parameters(_inner_of(params)[0])
+        made, tx = Steps(tx, args, target), _transformation(params)
+        params = made.parameters(_inner_of(tx)[0])
         said += [] if made.target else [f"nothing is compiled: {made.advice}"]
     else:
-        _check_sizes(tx, args, target)
+        _check_sizes(tx := _transformation(tx), args, target)
     tokens, layers, width = (
         None if value is None else count_of(name, value)
         for name, value in (("tokens_per_step", tokens_per_step), ("layers", layers), ("width", width))
@@ -151,6 +153,8 @@ def plan(
         said.append(f"activations: {in_bytes(activations)} on each device, as given")
     elif layers is not None and width is not None and tokens is not None:
         activations = _activations(leaves, dtype, count, layers, width, tokens, said)
+    multiplied = sum(math.prod(np.shape(x)) for x in leaves if np.ndim(x) >= 2)
+    speed = known and 1 / compute_time(known, 1.0, dtype)
     limit = known.hbm_bytes if known and device_memory is None else device_memory
     host = known and known.dram_bytes
     if host_memory is not None:
@@ -160,15 +164,15 @@ def plan(
         tokens_per_step=tokens,
         devices=count,
         activations=activations,
-        dtype=dtype,
-        multiplied=sum(math.prod(np.shape(x)) for x in leaves if np.ndim(x) >= 2),
+        speed=speed,
+        compute=tokens and speed and OPERATIONS * multiplied * tokens / count / speed,
         device_memory=None if limit is None else bytes_of("device_memory", limit),
         host_memory=host,
-        replicated=bool(replicated_axes(params)),
     )
     inner, given = _inner_of(tx)
     rows = _Rows(inner, params, setting, made)
-    if not isinstance(tx, Offloaded) and _offloads_inside(inner, params):
+    around = None if isinstance(tx, Offloaded) else placed_leaves(inner, params)[0]
+    if around is not None and any(leaf.why != (own := unmanaged(aval).why) and own for leaf, aval, _ in around):
         found = [rows.judged("as given", tx, "tx unchanged", "jo.jit")]
         rows.notes.append("an offload inside of a chain: for other rows give jo.offload(the whole chain)")
     else:
@@ -195,7 +199,7 @@ def _check_sizes(tx: Any, args: Sequence[Any], target: str | None) -> None:
             f"target: compiles a step, plan(make, tx, target={target!r}), and an optimizer alone is none. Give "
             f"chip={target!r} instead."
         )
-    check_inner(tx if not isinstance(tx, optax.MultiSteps) else tx.gradient_transformation(), "tx")
+    check_inner(tx, "tx")
 
 
 def _activations(
@@ -234,15 +238,12 @@ class _Rows:
                   activations=self.setting.activations, same_numbers=same)  # fmt: skip
         return self.setting.judged(row if self.made is None else self.made.compiled(row, tx, run))
 
-    def row(self, name: str, options: Mapping[str, Any], run: str = "jo.jit") -> Row:
+    def row(self, name: str, options: Mapping[str, Any], run: str = "jo.jit") -> list[Row]:
+        """Return the row of an ``offload`` with these options; or none, with a note, if your step cannot run so."""
         text = "".join(f", {key}={'jo.' if key == 'disk' else ''}{value!r}" for key, value in options.items())
-        tx = offload(self.inner, **options)
-        return self.judged(name, tx, f"tx = jo.offload(inner{text})", run, same="storage" not in options)
-
-    def tried(self, name: str, options: Mapping[str, Any], run: str = "jo.jit") -> list[Row]:
-        """Return a row; or none, with a note, if your step cannot run that way."""
+        code, same = f"tx = jo.offload(inner{text})", "storage" not in options
         try:
-            return [self.row(name, options, run)]
+            return [self.judged(name, offload(self.inner, **options), code, run, same)]
         except (TypeError, ValueError) as error:
             if self.made is None:
                 raise
@@ -257,20 +258,20 @@ class _Rows:
         zero = " ZeRO-1" if over else ""
         rows = [self.judged("resident", self.inner, "tx = inner", "jax.jit")]
         if over and not given.keys() & {"disk", "storage"}:
-            rows.append(self.row(f"resident{zero}", {"shard_over": over, "fraction": 0.0}, "jax.jit"))
-        rows.append(self.row("as given" if given else "offload", given))
+            rows += self.row(f"resident{zero}", {"shard_over": over, "fraction": 0.0}, "jax.jit")
+        rows += self.row("as given" if given else "offload", given)
         if base is not given:
-            rows.append(self.row(f"offload{zero}", base))
+            rows += self.row(f"offload{zero}", base)
         on_device = {key: value for key, value in base.items() if key not in ("disk", "update_on")}
         run = "jo.pipelined" if any(row.waits for row in rows) and "disk" not in given else "jo.jit"
         if run == "jo.pipelined":
-            rows += self.tried(f"pipelined{zero if base is not given else ''}", on_device, run)
+            rows += self.row(f"pipelined{zero if base is not given else ''}", on_device, run)
         if not any(row.fits for row in rows if row.name.startswith("resident")) and "fraction" not in given:
             rows += self._smallest_fraction(rows[-1], on_device, run)
         if self.setting.devices <= ON_A_HOST and not given.keys() & {"update_on", "disk", "shard_over"}:
-            rows += self.tried("cores", {**given, "update_on": "host"})
+            rows += self.row("cores", {**given, "update_on": "host"})
         if disk and "disk" not in given:
-            rows.append(self.row("disk", {**on_device, "disk": disk_option("/nvme/run")}))
+            rows += self.row("disk", {**on_device, "disk": disk_option("/nvme/run")})
         return rows
 
     def _smallest_fraction(self, whole: Row, options: Mapping[str, Any], run: str) -> list[Row]:
@@ -287,7 +288,7 @@ class _Rows:
             count = next((k for k, nbytes in enumerate(moved) if every - nbytes <= room), len(moving))
             share = sum(leaf.nbytes for leaf in moving[:count]) / sum(leaf.nbytes for leaf in moving)
             share = math.ceil(100 * max(share, lowest)) / 100
-            row = self.tried("fraction", {**options, "fraction": share}, run) if 0 < share < 1 else []
+            row = self.row("fraction", {**options, "fraction": share}, run) if 0 < share < 1 else []
             if not row or row[0].host >= whole.host:
                 break
             if (over := row[0].peak - usable) <= 0:
@@ -378,12 +379,11 @@ def _inner_of(tx: Any) -> tuple[Any, dict[str, Any]]:
     """Return the optimizer inside an ``offload``, with the options that are not the defaults; else ``tx`` itself."""
     if isinstance(tx, Offloaded) and tx.inner is not None:
         return tx.inner, {k: v for k, v in tx.options.items() if v is not _DEFAULTS[k] and v != _DEFAULTS[k]}
-    return tx.gradient_transformation() if isinstance(tx, optax.MultiSteps) else tx, {}
+    return tx, {}
 
 
-def _offloads_inside(tx: Any, params: Any) -> bool:
-    rows = placed_leaves(tx, params)[0]
-    return any(leaf.why != (outside := unmanaged(aval).why) and bool(outside) for leaf, aval, _ in rows)
+def _transformation(tx: Any) -> Any:
+    return tx.gradient_transformation() if isinstance(tx, optax.MultiSteps) else tx
 
 
 def _dtypes(params: Any, inner: Any) -> str:
@@ -391,11 +391,9 @@ def _dtypes(params: Any, inner: Any) -> str:
     n = sum(math.prod(np.shape(x)) for x in jax.tree.leaves(params))
     state = [x for x in jax.tree.leaves(jax.eval_shape(inner.init, params)) if getattr(x, "ndim", 0)]
 
-    def of(leaves: Sequence[Any]) -> str:
-        return " and ".join(sorted({str(x.dtype) for x in leaves})) or "none"
-
+    kinds = [" and ".join(sorted({str(x.dtype) for x in xs})) or "none" for xs in (jax.tree.leaves(params), state)]
     per = sum(map(nbytes, state)) / max(1, n)
-    return f"{n:,} parameters in {of(jax.tree.leaves(params))}; state in {of(state)}, {per:.3g} bytes a parameter"
+    return f"{n:,} parameters in {kinds[0]}; state in {kinds[1]}, {per:.3g} bytes a parameter"
 
 
 # -- exact bytes, by the code that places the state and schedules the update
@@ -415,8 +413,7 @@ def sizes_of(tx: Any, params: Any, run: str) -> dict[str, Any]:
     # A leaf that a norm of the state reads first is loaded twice, unless a scan of the step holds both updates.
     if run == "jo.jit" and max(Counter(v for p in planned for v in p.slice.loads).values(), default=1) > 1:
         loaded = None
-    disk, on_cores = (sum(leaf.shard_bytes for leaf in leaves if there(leaf)) for there in (
-        lambda leaf: leaf.disk, lambda leaf: leaf.on_cores))  # fmt: skip
+    disk = sum(leaf.shard_bytes for leaf in leaves if leaf.disk)
     # The cores read gradients and parameters, and send new parameters up, as ``jax_offload.update_params`` has it.
     owners = {leaf.owner for leaf in leaves if leaf.on_cores}
     up = sum(own_bytes(x) for k, x in enumerate(jax.tree.leaves(params)) if k in owners)
@@ -428,7 +425,7 @@ def sizes_of(tx: Any, params: Any, run: str) -> dict[str, Any]:
         "disk": disk,
         "loaded": None if loaded is None else loaded + up,
         "stored": sum(map(_stored, updates)) + down,
-        "on_cores": on_cores,
+        "on_cores": sum(leaf.shard_bytes for leaf in leaves if leaf.on_cores),
         "waits": any(isinstance(u, Update) and _waits_for_all(u) for u in updates),
     }
 

@@ -23,7 +23,7 @@ from jax_offload._analysis.buffers import WINDOW, Buffers
 from jax_offload._analysis.chips import Chip
 from jax_offload._analysis.chips import chip as chip_of
 from jax_offload._analysis.hlo import Module, Op, Scope, started, trips
-from jax_offload._analysis.units import in_seconds
+from jax_offload._base.text import in_seconds
 
 COMPUTE, LOAD, STORE = "compute", "load", "store"
 COLLECTIVES, WITHIN = "collectives", "within the device"

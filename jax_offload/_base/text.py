@@ -1,4 +1,4 @@
-"""Rows of cells as text, and text as HTML."""
+"""What is printed: rows of cells as lines, bytes and seconds as words, and text as HTML."""
 
 from __future__ import annotations
 
@@ -28,3 +28,21 @@ def aligned(rows: Sequence[Sequence[str]], right: Collection[int] = ()) -> list[
 def preformatted(shown: object) -> str:
     """Return what ``print`` shows, as HTML for a notebook."""
     return f"<pre>{html.escape(str(shown))}</pre>"
+
+
+def in_bytes(n: float) -> str:
+    """Format bytes in the largest binary unit that gives at least 1, with at most four digits."""
+    units = ["B", "KiB", "MiB", "GiB", "TiB"]
+    while abs(n) >= 1000 and len(units) > 1:
+        n /= 1024
+        del units[0]
+    digits = 0 if units[0] == "B" or abs(n) >= 100 else 1 if abs(n) >= 10 else 2
+    return f"{n:.{digits}f} {units[0]}"
+
+
+def in_seconds(seconds: float) -> str:
+    """Format seconds in s, ms or µs, with at least two significant digits."""
+    if seconds >= 1:
+        return f"{seconds:.2f} s"
+    unit, n = ("ms", 1e3 * seconds) if seconds >= 1e-3 else ("µs", 1e6 * seconds)
+    return f"{n:.{1 if n < 99.95 else 0}f} {unit}" if n >= 0.95 else f"{n:.2g} {unit}" if n else "0"
