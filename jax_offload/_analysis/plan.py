@@ -390,7 +390,6 @@ def _dtypes(params: Any, inner: Any) -> str:
     """Describe the parameters and the state whose bytes are counted."""
     n = sum(math.prod(np.shape(x)) for x in jax.tree.leaves(params))
     state = [x for x in jax.tree.leaves(jax.eval_shape(inner.init, params)) if getattr(x, "ndim", 0)]
-
     kinds = [" and ".join(sorted({str(x.dtype) for x in xs})) or "none" for xs in (jax.tree.leaves(params), state)]
     per = sum(map(nbytes, state)) / max(1, n)
     return f"{n:,} parameters in {kinds[0]}; state in {kinds[1]}, {per:.3g} bytes a parameter"
