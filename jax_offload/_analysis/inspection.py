@@ -329,7 +329,7 @@ class Inspection:
             "timeline": self.timeline and self.timeline.to_dict(),
         }
 
-    def _tables(self) -> list[tuple[str, list[tuple[str, ...]]]]:
+    def __str__(self) -> str:
         how = "compiled, not run" if self.compiled_for else "compiled"
         parts = [(f"peak of device memory ({how})", _mib(self.peak))]
         parts += [
@@ -342,7 +342,7 @@ class Inspection:
         parts += [host or ("pinned host memory", _mib(self.host))]
         parts += [("  temporaries", _mib(self.host_temp))] if self.host_temp else []
         which = f", program {self.program!r}" if self.program else ""
-        found: list[tuple[str, list[tuple[str, ...]]]] = [(f"device: {self.target}{which}", [("", "MiB"), *parts])]
+        found: list[tuple[str, Sequence[tuple[str, ...]]]] = [(f"device: {self.target}{which}", [("", "MiB"), *parts])]
         if t := self.timeline:
             times = [("step", t.step), ("  compute", t.compute), ("  waits for transfers", t.exposed)]
             times += [("  waits for collectives", t.exposed_collectives)] if t.collectives else []
@@ -362,13 +362,9 @@ class Inspection:
         rows = [("error" if p.error else "warning", f"{p.leaf}: {p.what}" if p.leaf else p.what) for p in self.problems]
         rows = rows or [("none", "")]
         rows += [("not seen", self.unseen)] if self.unseen else []
-        found.append(("problems", [("", ""), *rows]))
-        return found
-
-    def __str__(self) -> str:
+        found.append(("problems", rows))
         return "\n\n".join(
-            "\n".join([title, *(f"  {line}" for line in aligned(rows if any(rows[0]) else rows[1:], _numeric(rows)))])
-            for title, rows in self._tables()
+            "\n".join([title, *(f"  {line}" for line in aligned(rows, _numeric(rows)))]) for title, rows in found
         )
 
     _repr_html_ = preformatted
