@@ -82,7 +82,10 @@ def test_a_users_file(tmp_path):
     assert c.sources["flops"] == "as h100" and c.sources["host_link"] == str(path)
     path.write_text('like = "h100"\nflops = 3e12\nhost_link = 2e10\n')
     c = jo.chip(path)
-    assert (c.reached.bf16, c.host_link_both) == (2e12, pytest.approx(1.49 * 2e10))  # they follow from what the file says
+    assert (c.reached.bf16, c.host_link_both) == (
+        2e12,
+        pytest.approx(1.49 * 2e10),
+    )  # they follow from what the file says
     path.write_text("hbm_bytes = 1e10\nflops = 3e12\nhbm_bandwidth = 6e11\nhost_link = 1e10\ndram_bytes = 1e11\n")
     c = jo.chip(str(path))
     assert (c.host_link_both, c.reached.bf16, c.reached.hbm) == (pytest.approx(1.49e10), 2e12, 5e11)
