@@ -286,7 +286,7 @@ class _Rows:
         for _ in range(TRIES):  # so many leaves have to move; then the window takes room too
             moved = itertools.accumulate((leaf.shard_bytes for leaf in moving), initial=0)
             count = next((k for k, nbytes in enumerate(moved) if every - nbytes <= room), len(moving))
-            share = sum(leaf.nbytes for leaf in moving[:count]) / sum(leaf.nbytes for leaf in moving)
+            share = sum(leaf.nbytes for leaf in moving[:count]) / max(1, sum(leaf.nbytes for leaf in moving))
             share = math.ceil(100 * max(share, lowest)) / 100
             row = self.row("fraction", {**options, "fraction": share}, run) if 0 < share < 1 else []
             if not row or row[0].host >= whole.host:
