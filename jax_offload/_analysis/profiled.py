@@ -78,7 +78,9 @@ class Profile:
         names = ["step", "compute", "loading", "storing", "overlap", "exposed", "idle"]
         if self.collectives:
             names[-1:-1] = ["collectives", "exposed_collectives"]
-        rows = [(f"ms per step, of {self.steps}", "measured", "simulated" if self.simulated else "")]
+        rows: list[tuple[str, ...]] = [
+            (f"ms per step, of {self.steps}", "measured", "simulated" if self.simulated else "")
+        ]
         for name in names:
             known = (getattr(t, name, None) for t in (self, self.simulated))
             rows.append((name, *("" if seconds is None else f"{1e3 * seconds:.3f}" for seconds in known)))
