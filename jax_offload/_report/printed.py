@@ -93,7 +93,7 @@ class Placement:
 
     ``jax_offload.placement`` returns it. Sizes are in bytes; the printed table has MiB. It shows one group for each
     memory, reason and way of streaming, the largest first, and one row for leaves that are alike
-    (``['layers_{00..23}']``, ``.{mu,nu}``). It is as wide as the terminal, or 80 columns. A notebook shows it as HTML.
+    (``['layers_{00..23}']``, ``.{mu,nu}``). It is as wide as the terminal, or 80 columns.
 
     Attributes:
       leaves: a ``Leaf`` for every state leaf; for a step, for every argument in host memory.
