@@ -37,16 +37,6 @@ class Model:
     loss: Callable[[Any, jax.Array], jax.Array]
     dtype: Any = DTYPE
 
-    def abstract(self, tokens: int, sharding: Any) -> tuple[Any, Any]:
-        """Parameters and batch."""
-        params = jax.tree.map(
-            lambda shape: jax.ShapeDtypeStruct(shape, self.dtype, sharding=sharding),
-            self.params,
-            is_leaf=lambda x: isinstance(x, tuple),
-        )
-        shape, dtype = self.batch(tokens)
-        return params, jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
-
 
 def norm(x: jax.Array, scale: jax.Array) -> jax.Array:
     y = x.astype(jnp.float32)
@@ -192,6 +182,3 @@ def mlp(layers: int = 8, width: int = 4096) -> Model:
         return (x.astype(jnp.float32) ** 2).mean()
 
     return Model(params, lambda tokens: ((tokens, width), DTYPE), loss)
-
-
-MODELS: dict[str, Callable[[], Model]] = {"gpt": gpt, "vit": vit, "convnet": convnet, "mlp": mlp}
