@@ -358,7 +358,8 @@ def abstract(row: Row) -> tuple[Tree, Any, Any]:
     def leaf(shape: tuple[int, ...]) -> jax.ShapeDtypeStruct:
         spec = [None] * len(shape)
         if row.mesh in ("fsdp", "layers") and len(shape) > 1:
-            spec[row.mesh == "fsdp"] = "data"  # pyright: ignore[reportArgumentType]
+            first = 1 if row.mesh == "fsdp" else 0
+            spec[next(k for k in range(first, len(shape)) if shape[k] % n == 0)] = "data"  # pyright: ignore
         return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, P(*spec), memory_kind="device"))
 
     params = jax.tree.map(leaf, shapes, is_leaf=lambda x: isinstance(x, tuple))

@@ -7,14 +7,46 @@ import tempfile
 import warnings
 from pathlib import Path
 
-import jax
 import pytest
 
 import jax_offload as jo
 from tests.support.random_steps import FIELDS, Step, complete, rest_of
-from tests.support.steps import IN_BACKWARD, moved, offloaded, parameters, step_of
+from tests.support.steps import moved
 
 BASE = {"dtype": "float32", "width": 16, "bias": True, "embed": "dense", "head": True, "metrics": ("loss",)}
+ALL = "something that needs all gradients, such as their norm"
+ALONE = "it runs in a loop of its own"
+STAYS = {  # why the update of a stack stays behind the scan; of all others it moves, and nothing is said
+    ("stack", "unrolled"): ALONE,
+    ("stack", "dict"): ALONE,
+    ("stack", "nothing"): ALONE,
+    ("gradients", "clipped"): ALL,
+    ("skip", "select"): ALONE,
+    ("second", "alternating"): "another update runs in a cond of the step",
+    ("inside", "clip"): ALL,
+    ("inside", "apply_if_finite"): ALL,
+    ("inside", "MultiSteps that skips"): ALL,
+    ("inside", "mechanize"): ALL,
+    ("inside", "flatten"): "a number that the same scan carries to its end",
+    ("outside", "clip"): ALL,
+    ("outside", "apply_if_finite"): ALL,
+    ("optimizer", "novograd"): ALL,
+    ("optimizer", "lars"): ALL,
+    ("optimizer", "lbfgs-like"): "",
+    ("optimizer", "prodigy"): "",
+    ("optimizer", "dadapt"): "",
+    ("optimizer", "dog"): "",
+}
+# Leaves of one element or one layer; what has no stack; what is the optimizer's own
+WITHOUT_ROWS = {("optimizer", name) for name in ("sgd", "adafactor", "sm3")} | {
+    ("fraction", 0.0),
+    ("inside", "mechanize"),
+}
+DAILY = ("stack", "gradients", "skip", "inside", "target", "second")
+LATER = (
+    *("second stack", "remat", "oddity", "further leaf", "loss scale", "metrics", "results", "train state"),
+    *("jitted inside", "optimizer", "outside", "storage", "fraction"),
+)
 
 
 def shown(**choices):
@@ -25,3 +57,20 @@ def shown(**choices):
         step = Step(r, "jo.jit", Path(folder))
         given = {**step.carried, **rest_of(step, 0)}
         return jo.placement(jo.jit(step.function), *[given[name] for name in step.arguments])
+
+
+@pytest.mark.oldest("the whole step")
+@pytest.mark.parametrize(
+    "field", [*DAILY, *(pytest.param(name, marks=pytest.mark.long("more kinds of steps")) for name in LATER)]
+)
+def test_what_moves(field):
+    wrong = []
+    for value in dict.fromkeys(FIELDS[field]):
+        table, why = shown(**{field: value}), STAYS.get((field, value))
+        stack = {path: inside for path, inside in moved(table).items() if "['w1']" in path or "['b1']" in path}
+        if why is not None:
+            right = why in " ".join(table.stays) and bool(table.stays)
+        else:
+            right = table.stays == () and ((field, value) in WITHOUT_ROWS or (bool(stack) and all(stack.values())))
+        wrong += [] if right else [(value, stack, table.stays)]
+    assert not wrong, wrong
