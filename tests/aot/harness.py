@@ -24,13 +24,24 @@ def require(target: str) -> None:
         pytest.skip(f"cannot compile for {target}: {wheel} is not installed (pip install 'jax_offload[aot]')")
 
 
-def array(*shape: int, spec: PartitionSpec = PartitionSpec(), n: int = 1, kind: str = "device") -> Any:
-    """An abstract array of float32, divided by ``spec`` over ``n`` devices along the axis ``data``."""
-    mesh = Mesh(np.array(jax.devices("cpu")[:n]), ("data",))
-    return jax.ShapeDtypeStruct(shape, jnp.float32, sharding=NamedSharding(mesh, spec, memory_kind=kind))
+def mesh_for(target: str, shape: tuple[int, ...] = (1,), axes: tuple[str, ...] = ("data",)) -> Mesh:
+    """CPU devices that stand for the chip's."""
+    return Mesh(np.array(jax.devices("cpu")[: int(np.prod(shape))]).reshape(shape), axes)
 
 
-def scheduled(jitted: Any, args: tuple[Any, ...]) -> str:
-    """The program of a jitted step as the H200's compiler schedules it."""
-    module = jitted.trace(*args).lower(lowering_platforms=("cuda",)).compiler_ir("stablehlo")
-    return compile_for(target_of(H200), module, 1, {}).hlo_modules()[0].to_string()
+def device_sharding(target: str) -> NamedSharding:
+    return NamedSharding(mesh_for(target), PartitionSpec(), memory_kind="device")
+
+
+def array(
+    *shape: int, dtype: Any = jnp.float32, spec: PartitionSpec = PartitionSpec(), n: int = 1, kind: str = "device"
+) -> Any:
+    """An abstract array, divided by ``spec`` over ``n`` devices along the axis ``data``."""
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh_for("", (n,)), spec, memory_kind=kind))
+
+
+def scheduled(jitted: Any, args: tuple[Any, ...], name: str = H200) -> str:
+    """The program of a jitted step as the compiler of a target schedules it."""
+    target = target_of(name)
+    module = jitted.trace(*args).lower(lowering_platforms=(target.platform,)).compiler_ir("stablehlo")
+    return compile_for(target, module, 1, {}).hlo_modules()[0].to_string()

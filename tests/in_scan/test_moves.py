@@ -30,6 +30,7 @@ STAYS = {  # why the update of a stack stays behind the scan; of all others it m
     ("inside", "flatten"): "a number that the same scan carries to its end",
     ("outside", "clip"): ALL,
     ("outside", "apply_if_finite"): ALL,
+    ("optimizer", "adafactor"): ALL,
     ("optimizer", "novograd"): ALL,
     ("optimizer", "lars"): ALL,
     ("optimizer", "lbfgs-like"): "",
@@ -37,8 +38,8 @@ STAYS = {  # why the update of a stack stays behind the scan; of all others it m
     ("optimizer", "dadapt"): "",
     ("optimizer", "dog"): "",
 }
-# Leaves of one element or one layer; what has no stack; what is the optimizer's own
-WITHOUT_ROWS = {("optimizer", name) for name in ("sgd", "adafactor", "sm3")} | {
+# which have leaves of one layer or element, or no state
+WITHOUT_ROWS = {("optimizer", name) for name in ("sgd", "sm3")} | {
     ("fraction", 0.0),
     ("inside", "mechanize"),
 }
