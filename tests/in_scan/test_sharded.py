@@ -102,7 +102,7 @@ def test_sharded(way, specs, axes, options):
                 carry, aux = train(carry, each)
                 returned.append(aux)
                 assert k == 0 or shardings_in(carry.kept) == before
-            assert turned._cache_size() == 1
+            assert turned._cache_size() == 1 or not options  # else XLA divides what start returns as it likes
             for name, x in carry.kept[1].items():  # what waits lies as it was said to, where arguments are abstract say
                 assert x.nbytes < 2**16 or args[1][name].sharding.is_equivalent_to(x.sharding, x.ndim), name
             (params, state), results = finished(train, carry, returned)
