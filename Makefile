@@ -93,7 +93,7 @@ trainers: $(TRAINERS)/.installed  ## trainers that people use: MaxText, Tunix, F
 donation: .venvs/$(NEWEST)/.installed  ## all ways of donating and returning: as lowered, as run, as compiled for an H200 and a TPU
 	.venvs/$(NEWEST)/bin/python -m pytest -n 2 tests/test_donation.py tests/aot/test_peaks.py -k "donation or alias"
 
-conformance: .venvs/$(NEWEST)/.installed  ## optax's own tests: plain, the usual recipe, offloaded
+conformance: .venvs/$(NEWEST)/.installed  ## optax's own tests: plain, and offloaded
 	.venvs/$(NEWEST)/bin/python -m tests.conformance.run
 
 # ARGS="--minutes 9" on a GPU, with EXTRAS=examples,cuda (and rivals for PyTorch's); ARGS="--compiled h200" without,
