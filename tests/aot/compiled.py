@@ -23,6 +23,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 import jax_offload as jo
 from tests.aot import zoo
+from tests.aot.kinds import alternating, simultaneous
 from tests.aot.model import loss as toy_loss
 from tests.aot.model import two_by_two
 
@@ -158,37 +159,6 @@ MODELS: dict[str, tuple[Callable[[], tuple[Tree, Any, Any]], Any]] = {
     "ConvNet, bfloat16": (of_zoo(zoo.convnet), jnp.bfloat16),
     "MLP with biases and norms": (of_zoo(zoo.mlp), jnp.float32),
 }
-
-
-def network(params: jax.Array, x: jax.Array) -> jax.Array:
-    layer = jax.checkpoint(lambda x, w: jnp.tanh(x @ w))
-    return jax.lax.scan(lambda x, w: (layer(x, w), None), x, params)[0]
-
-
-def both(a: jax.Array, b: jax.Array, x: jax.Array) -> jax.Array:
-    return (network(b, network(a, x)) ** 2).mean()
-
-
-def simultaneous(tx: Any, ty: Any) -> Callable[..., Any]:
-    """Two networks, an optimizer for each, both updated from one backward pass."""
-
-    def step(a: Tree, b: Tree, s: Tree, t: Tree, x: Any) -> Any:
-        ga, gb = jax.grad(both, (0, 1))(a, b, x)
-        (a, s), (b, t) = jo.update_params(tx, ga, s, a), jo.update_params(ty, gb, t, b)
-        return a, b, s, t
-
-    return step
-
-
-def alternating(tx: Any, ty: Any) -> Callable[..., Any]:
-    """Two networks, the second one's gradient taken where the first one is new, as in a GAN."""
-
-    def step(a: Tree, b: Tree, s: Tree, t: Tree, x: Any) -> Any:
-        a, s = jo.update_params(tx, jax.grad(both)(a, b, x), s, a)
-        b, t = jo.update_params(ty, jax.grad(both, 1)(a, b, x), t, b)
-        return a, b, s, t
-
-    return step
 
 
 def two_networks(step_of: Callable[..., Any]) -> Callable[[Row], tuple[Any, tuple[Any, ...]]]:

@@ -161,6 +161,8 @@ def pair(step_of: Callable[..., Any], inner: Any = ADAMW, other: Any = None) -> 
 
 
 def simultaneous(tx: Any, ty: Any) -> Any:
+    """Two networks, an optimizer for each, both updated from one backward pass."""
+
     def step(a: Tree, b: Tree, s: Tree, t: Tree, x: Any) -> Any:
         ga, gb = jax.grad(both, (0, 1))(a, b, x)
         (a, s), (b, t) = jo.update_params(tx, ga, s, a), jo.update_params(ty, gb, t, b)
@@ -170,6 +172,8 @@ def simultaneous(tx: Any, ty: Any) -> Any:
 
 
 def alternating(tx: Any, ty: Any) -> Any:
+    """The second network's gradient is taken where the first one is new, as in a GAN."""
+
     def step(a: Tree, b: Tree, s: Tree, t: Tree, x: Any) -> Any:
         a, s = jo.update_params(tx, jax.grad(both)(a, b, x), s, a)
         b, t = jo.update_params(ty, jax.grad(both, 1)(a, b, x), t, b)

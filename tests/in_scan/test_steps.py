@@ -398,21 +398,6 @@ def test_a_method_a_closure_and_static_arguments():
         assert_placed(each[1], state)
 
 
-def test_results_of_every_kind():
-    """Numbers, nothing, and arguments handed on."""
-    tx, params = offloaded(ADAMW), parameters()
-
-    @jo.jit
-    def several(params, state, x):
-        params, new, loss = step_of(tx)(params, state, x)
-        return {"params": params, "state": new, "x": x, "old": state, "nothing": None, "one": 1, "loss": (loss, loss)}
-
-    out = several(params, state := tx.init(params), x := batch(0))
-    assert out["nothing"] is None and out["one"] == 1
-    assert_close((out["old"], out["x"]), (state, x), 0)
-    assert kinds(out["old"]) == kinds(state)
-
-
 def test_under_vmap_and_differentiated():
     """Of several models at once, their state in host memory; and of the loss after a step, by a factor of the batch."""
     tx, inner = offloaded(optax.sgd(1e-1, 0.9)), optax.sgd(1e-1, 0.9)

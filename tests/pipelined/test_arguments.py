@@ -1,4 +1,7 @@
-"""``jo.pipelined``: which result is whose next value, and what is said of steps, names and carries that do not fit."""
+"""``jo.pipelined``: which result is whose next value, and what is said of steps, names and carries that do not fit.
+
+Orders of arguments and results: tests/test_random_steps.py.
+"""
 
 from typing import Any, NamedTuple
 
@@ -29,7 +32,7 @@ BATCHES = [batch(k) for k in range(3)]
 ZEROS = jax.tree.map(jnp.zeros_like, parameters())
 
 
-def check(step_with: Any, carried: dict[str, Any], results: tuple[str, ...], *names: str, **options: Any) -> None:
+def check(step_with: Any, carried: dict[str, Any], results: tuple[str, ...], *names: str) -> None:
     """``step_with(tx)``, pipelined, gives each argument its own next value, and each other result.
 
     ``carried``: what it begins with, without the state, which is its last argument before the batch; ``results``: the
@@ -43,7 +46,7 @@ def check(step_with: Any, carried: dict[str, Any], results: tuple[str, ...], *na
         want = {name: found.pop(name) for name in want}
         others.append(tuple(found.values()))
     init = carried | {"state": tx.init(carried["params"])}
-    train = jo.pipelined(step_with(tx), **(options or {"donate_argnames": names}))
+    train = jo.pipelined(step_with(tx), donate_argnames=names)
     carry, returned = advance(train, copied(tuple(init.values())), BATCHES)
     got, rest = finished(train, carry, returned)
     for name, x in zip(names, got, strict=True):
@@ -52,47 +55,10 @@ def check(step_with: Any, carried: dict[str, Any], results: tuple[str, ...], *na
     assert_close(rest, others, 1e-3)
 
 
-def averaged(order: tuple[str, ...]) -> Any:
-    """A step with a target network, which pulls the parameters; its results in this order."""
+def test_bad_numbers():
+    def step(params, target, state, batch):
+        return params, target, state
 
-    def step_with(tx: Any) -> Any:
-        def loss(params: Any, target: Any, batch: Any) -> Any:
-            apart = optax.tree.norm(jax.tree.map(jnp.subtract, params, target), squared=True)
-            return loss_of(params, batch) + 1e-3 * apart
-
-        def step(params: Any, target: Any, state: Any, batch: Any) -> Any:
-            value, grads = jax.value_and_grad(loss)(params, target, batch)
-            params, state = new_params(tx, "update", grads, state, params)
-            target = jax.tree.map(lambda t, p: 0.9 * t + 0.1 * p, target, params)
-            results = {"params": params, "target": target, "state": state, "loss": value}
-            return tuple(results[name] for name in order)
-
-        return step
-
-    return step_with
-
-
-RESULTS = ("params", "target", "state", "loss")
-TARGET = {"params": parameters(), "target": ZEROS}
-
-
-@pytest.mark.parametrize(
-    ("names", "returned"),
-    [
-        (("target", "state", "params"), RESULTS),
-        (("state", "target", "params"), ("loss", "target", "state", "params")),
-        (("params", "target", "state"), ("target", "loss", "params", "state")),
-    ],
-)
-def test_order_of_names_and_of_results(names, returned):
-    """Neither the order of ``donate_argnames`` nor that of the results matters, as under ``jax.jit``."""
-    check(averaged(returned), TARGET, returned, *names)
-
-
-def test_donate_argnums():
-    check(averaged(RESULTS), TARGET, RESULTS, "state", "params", "target", donate_argnums=(-2, 0),
-          donate_argnames="target")  # fmt: skip
-    step = averaged(RESULTS)(offloaded(CLIPPED))
     for bad in (4, (0, -5)):
         with pytest.raises(ValueError, match="donate_argnums: expected positions among the step's 4 parameters"):
             jo.pipelined(step, donate_argnums=bad)

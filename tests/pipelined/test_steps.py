@@ -29,7 +29,6 @@ from tests.support.steps import (
     batch,
     committed,
     finished,
-    layer,
     loop,
     loss_of,
     model,
@@ -50,39 +49,6 @@ def plain_of(tx: Any) -> Any:
     return step_of(tx, "update")
 
 
-def with_constants(tx: Any) -> Any:
-    """Layers and the step return numbers that the trace knows."""
-
-    def loss(params: Any, batch: Any) -> Any:
-        def body(carry: Any, w: Any) -> Any:
-            x = layer(carry[0], w)
-            return (x, True), (0.0, x.mean())
-
-        (x, _), aux = jax.lax.scan(body, (batch["x"], False), params["layers"])
-        return ((x @ params["head"] + params["bias"]) ** 2).mean(), aux
-
-    def step(params: Any, state: Any, batch: Any) -> Any:
-        (value, aux), grads = jax.value_and_grad(loss, has_aux=True)(params, batch)
-        return *new_params(tx, "update", grads, state, params), (value, aux, 1.0, True, 3, batch["y"])
-
-    return step
-
-
-def on_plateau(wrap: Any) -> Any:
-    plateau = optax.contrib.reduce_on_plateau(0.5, patience=1, cooldown=0)
-    return optax.chain(CLIP, wrap(ADAMW), plateau)
-
-
-def with_a_value(tx: Any) -> Any:
-    """The value that scales a pending update is that of its own batch; it falls, so that the rate is reduced."""
-
-    def step(params: Any, state: Any, batch: Any) -> Any:
-        value, grads = jax.value_and_grad(loss_of)(params, batch)
-        return *new_params(tx, "update", grads, state, params, value=-value), value
-
-    return step
-
-
 FACTORED = optax.adafactor(1e-2, min_dim_size_to_factor=4, momentum=0.9)
 FINITE = optax.apply_if_finite(optax.sgd(0.1, 0.9), 3)
 KINDS = {  # offloaded, plain, the step, how gradients wait, whether the update moves into the forward scan
@@ -95,8 +61,6 @@ KINDS = {  # offloaded, plain, the step, how gradients wait, whether the update 
     "factored rows on the device": (offloaded(FACTORED, min_bytes=2**15), FACTORED, step_of, "host", None),
     "branches around it": (
         optax.apply_if_finite(offloaded(optax.sgd(0.1, 0.9)), 3), FINITE, plain_of, "device", None),
-    "constants": (offloaded(CLIPPED), CLIPPED, with_constants, "host", True),
-    "a value": (on_plateau(offloaded), on_plateau(lambda tx: tx), with_a_value, "device", None),
 }  # fmt: skip
 
 
