@@ -10,14 +10,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_offload as jo
 from tests.support.steps import (
     ADAMW,
-    HOST,
     LAYERS,
     WIDTH,
     all_moved,
@@ -34,7 +32,7 @@ from tests.support.steps import (
     placement,
     step_of,
 )
-from tests.support.trees import assert_close, copied, kinds
+from tests.support.trees import assert_close, copied
 
 pytestmark = pytest.mark.oldest("jaxprs as they are written")
 
@@ -416,39 +414,6 @@ def test_under_vmap_and_differentiated():
     np.testing.assert_allclose(got, want, rtol=1e-4)
 
 
-def test_nnx():
-    """The layers are made under ``nnx.vmap``, and module and optimizer are one state."""
-
-    class Model(nnx.Module):
-        def __init__(self, rngs):
-            self.embed = nnx.Linear(WIDTH, WIDTH, rngs=rngs)
-            self.layers = nnx.vmap(lambda rngs: nnx.Linear(WIDTH, WIDTH, rngs=rngs))(rngs.fork(split=LAYERS))
-
-        def __call__(self, x):
-            body = nnx.scan(lambda x, layer: x + jnp.tanh(layer(x)), in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)
-            return body(self.embed(x), self.layers)
-
-    def train(jit, tx):
-        model = Model(nnx.Rngs(0))
-        graph, state = nnx.split((model, nnx.Optimizer(model, tx, wrt=nnx.Param)))
-        state = jax.device_put(state, jax.tree.map(lambda x: x.sharding, state))
-
-        def step(state, x):
-            model, optimizer = nnx.merge(graph, state)
-            value, grads = nnx.value_and_grad(lambda model: (model(x) ** 2).mean())(model)
-            optimizer.update(model, grads)
-            return nnx.split((model, optimizer))[1], value
-
-        step = jit(step)
-        if jit is jo.jit:
-            assert all_moved(jo.placement(step, state, batch(0)["x"]))
-        for k in range(3):
-            state, value = step(state, batch(k)["x"])
-        return nnx.to_pure_dict(state), value
-
-    assert_close(train(jo.jit, offloaded(ADAMW, min_bytes=0)), train(jax.jit, ADAMW), 1e-4)
-
-
 # ---- inside of a shard_map
 
 
@@ -508,16 +473,3 @@ def test_a_tpu_is_told_what_runs_behind_the_gate():
         traced.lower(lowering_platforms=(name,)).as_text().count("optimization_barrier") for name in ("tpu", "cuda")
     )
     assert tpu == cuda + 1
-
-
-def test_the_last_of_several_microbatches_hosts_the_update():
-    def step(params, state, batches):
-        def add(total, x):
-            return jax.tree.map(jnp.add, total, jax.grad(loss_of)(params, x)), None
-
-        stacked = jax.tree.map(lambda *x: jnp.stack(x), *batches)
-        return jo.update_params(tx, jax.lax.scan(add, jax.tree.map(jnp.zeros_like, params), stacked)[0], state, params)
-
-    tx = offloaded(ADAMW)
-    table = placement(jo.jit(step), tx, tuple(batch(k) for k in range(4)))
-    assert all_moved(table) and HOST in kinds(tx.init(parameters()))

@@ -75,12 +75,6 @@ def test_kinds_of_steps(name):
     assert scan is None or set(inside.values()) == {scan}
 
 
-def test_parameters_along_another_axis():
-    make = lambda tx: step_of(tx, axis=1)  # noqa: E731
-    tx = offloaded(CLIPPED)
-    assert_as_plain(make, tx, CLIPPED, jo.pipelined, params=parameters(1), gradients="host")
-
-
 def test_a_hyperparameter_changed_between_finish_and_start():
     plain_tx = optax.chain(CLIP, optax.inject_hyperparams(optax.adamw)(1e-2))
     tx = offloaded(plain_tx)
