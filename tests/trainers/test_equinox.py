@@ -63,3 +63,8 @@ def test_what_looks_at_a_step_takes_it_as_it_is():
     assert len([leaf for leaf in table.leaves if leaf.host]) == 4
     with pytest.raises(ValueError, match="belongs in host memory and arrives on the device"):
         jo.verify(step, model, jo.to_device(state), x)
+
+
+def test_a_module_is_no_array():
+    with pytest.raises(TypeError, match="was called with a non-array argument"):
+        jo.jit(lambda model: model)(eqx.nn.MLP(4, 4, 4, 1, key=jax.random.key(0)))
