@@ -25,18 +25,18 @@ def mlp(layers, tokens, remat=False, width=4096):
             x = layer(x, params[name])
         return (x**2).mean()
 
-    return loss, {f"w{k:02d}": array(*(width, width)) for k in range(layers)}, array(*(tokens, width))
+    return loss, {f"w{k:02d}": array(width, width) for k in range(layers)}, array(tokens, width)
 
 
 def scanned(layers=12, width=4096, tokens=16384, head=0):
     """Layers in a scan, and a head behind it."""
-    params = {"layers": array(*(layers, width, width)), **({"head": array(*(width, head))} if head else {})}
+    params = {"layers": array(layers, width, width), **({"head": array(width, head)} if head else {})}
 
     def loss(params, x):
         x, _ = jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, params["layers"])
         return ((x @ params["head"] if head else x) ** 2).mean()
 
-    return loss, params, array(*(tokens, width))
+    return loss, params, array(tokens, width)
 
 
 MODELS = {
