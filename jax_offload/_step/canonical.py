@@ -35,14 +35,13 @@ from jax_offload._base.jaxprs import (
     without_dead_code,
 )
 from jax_offload._base.memory import is_host_aval
-from jax_offload._base.own_primitives import params_of
 from jax_offload._base.private import without_references
 from jax_offload._emit.find import holds_update, is_update
-from jax_offload._emit.region import Update
 from jax_offload._ir.branches import choice
 from jax_offload._ir.primitives import is_cheap
 from jax_offload._ir.program import Builder, Program, flat, rebuilt, replaced, traced_for, without_round_trips
 from jax_offload._ir.slices import slice_of
+from jax_offload._step.inlined import consisting_of, equation_of, localised
 
 _MOST_UNROLLED = 256
 
@@ -94,12 +93,13 @@ def _unbranched(new: Builder, eqn: Equation, operands: list[Atom]) -> Sequence[A
     unknown = {v for each in eqns for v in each.outvars}
     found = dict[int, Atom]()
     for each in eqns:
+        made = {*each.outvars}
         if is_update(each):
             own = {k: xs for k, xs in enumerate(cases) if _is_only_made_by(each, xs, unknown)}
             others = {v for k, xs in enumerate(cases) if k not in own for v in variables(xs)}
             each, chosen = _choosing(each, which, own, read | others)
             found |= chosen
-        unknown -= {*each.outvars}
+        unknown -= made
         new.eqns.append(each)
     return [found[k] if k in found else choice(new, which, xs) for k, xs in enumerate(cases)]
 
@@ -116,31 +116,24 @@ def _choosing(
 
     ``read``: its own results that something reads.
     """
-    update: Update = eqn.params["update"]
-    program, olds = update.program, update.next_values
-    named: dict[Any, str] = {**update.names}
-    pairs = [*zip(eqn.invars, update.operands, strict=True), *zip(eqn.outvars, program.outputs, strict=True)]
-    names: dict[Var, Atom] = {v: x for v, x in pairs if isinstance(v, Var)}
-    more = [v for v in dict.fromkeys(variables([which, *(x for xs in cases.values() for x in xs)])) if v not in names]
-    inputs = [Var(v.aval) for v in more]
-    names |= zip(more, inputs, strict=True)
-    inner = Builder(list(program.eqns))
-    chosen = [choice(inner, renamed(names, which), [renamed(names, x) for x in xs]) for xs in cases.values()]
-    kept = [(v, x) for v, x in zip(eqn.outvars, program.outputs, strict=True) if v in read]
-    made = [next(names[v] for v in variables(xs) if v in eqn.outvars) for xs in cases.values()]
-    outputs = [*(x for _, x in kept), *chosen]
-    program = dataclasses.replace(program, inputs=[*program.inputs, *inputs], outputs=outputs, eqns=inner.eqns)
+    update = localised(eqn)
+    own = dict(zip(eqn.outvars, variables(update.program.outputs), strict=True))
+    inner = Builder([*update.program.eqns], {**own})
+    chosen = [choice(inner, which, inner.read(xs)) for xs in cases.values()]
+    made = [next(own[v] for v in variables(xs) if v in own) for xs in cases.values()]
+    kept = [(v, x) for v, x in own.items() if v in read]
+    program = dataclasses.replace(update.program, eqns=inner.eqns, outputs=[*(x for _, x in kept), *chosen])
     program = without_round_trips(program)
-    same = dict(zip(variables(program.outputs), [*(x for _, x in kept), *made], strict=True))
+    results = dict(zip(variables(program.outputs), [*(x for _, x in kept), *made], strict=True))
+    olds, named = update.next_values, update.names
     update = dataclasses.replace(
-        update.replanned(program, update.gradients),
-        next_values={new: olds[x] for new, x in same.items() if isinstance(x, Var) and x in olds},
-        names={**update.names, **{new: named[x] for new, x in same.items() if x in named}},
+        consisting_of(update, program.eqns, {*results}),
+        next_values={new: olds[x] for new, x in results.items() if x in olds},
+        names={**named, **{new: named[x] for new, x in results.items() if x in named}},
     )
-    results = [Var(v.aval) for v in program.outputs[len(kept) :]]
-    outvars = [*(v for v, _ in kept), *results]
-    eqn = eqn.replace(invars=[*eqn.invars, *more], outvars=outvars, params=params_of(update))
-    return eqn, dict(zip(cases, results, strict=True))
+    chosen = variables(program.outputs)[len(kept) :]
+    names = {x: v for (v, _), x in zip(kept, variables(program.outputs), strict=False)}
+    return equation_of(update, eqn, names), dict(zip(cases, chosen, strict=True))
 
 
 # Layers by their numbers -------------------------------------------------------------------------------------------

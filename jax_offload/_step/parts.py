@@ -7,7 +7,7 @@ import itertools
 from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import Any
 
-from jax_offload._base.jaxprs import Atom, Equation, Literal, Var, located, renamed, scan_of, variables
+from jax_offload._base.jaxprs import Equation, Var, located, scan_of, variables
 from jax_offload._emit.find import is_update
 from jax_offload._emit.region import Update
 from jax_offload._ir.peel import peeled, why_not_peeled
@@ -18,25 +18,11 @@ from jax_offload._ir.slices import Slice, slice_of
 from jax_offload._plan.gates import Gate, Piece, in_turn, interleaved
 from jax_offload._plan.hoist import MICROBATCHES, CannotHoist, Hoist
 from jax_offload._plan.in_scan import InScan, in_scan
-from jax_offload._plan.plan import Chunked
 from jax_offload._step.canonical import canonical
-from jax_offload._step.inlined import Inlined, inlined, opened
-
-
-@dataclasses.dataclass(frozen=True)
-class Rest:
-    """The part of an update that does not move."""
-
-    update: Update
-    operands: list[Atom]
-
-    def saying(self, why: tuple[str, ...]) -> Rest:
-        """The same part, with the reason why it does not move."""
-        return dataclasses.replace(self, update=dataclasses.replace(self.update, stays=why))
-
+from jax_offload._step.inlined import Inlined, consisting_of, inlined, opened
 
 IN_A_SHARD_MAP = "its gradients are made inside a shard_map; call the update inside the same shard_map"
-Part = Slice | InScan | Rest | Piece | Gate
+Part = Slice | InScan | Update | Piece | Gate
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,8 +47,14 @@ class Parts:
         if not why:
             return self
         stays = tuple(f"{MICROBATCHES}: {why}" if each.startswith(MICROBATCHES) else each for each in self.step.stays)
-        parts: list[Part] = [part.saying(stays) if isinstance(part, Rest) else part for part in self.parts]
-        return dataclasses.replace(self, step=dataclasses.replace(self.step, stays=stays), parts=parts)
+        return dataclasses.replace(
+            self, step=dataclasses.replace(self.step, stays=stays), parts=_saying(self.parts, stays)
+        )
+
+
+def _saying(parts: Sequence[Part], why: tuple[str, ...]) -> list[Part]:
+    """Return the parts, with the reasons why what is left of an update does not move."""
+    return [dataclasses.replace(part, stays=why) if isinstance(part, Update) else part for part in parts]
 
 
 def parts_of(plain: Program) -> Parts | None:
@@ -140,7 +132,7 @@ def _decided(found: Inlined, apart: bool = False) -> Parts:
         made = _shard_map_of_gradients(step)
         why = why if made is None else located(IN_A_SHARD_MAP, made)
         step = dataclasses.replace(step, stays=(why,))
-        parts = [part.saying(step.stays) if isinstance(part, Rest) else part for part in parts]
+        parts = _saying(parts, step.stays)
     moved_any = bool(plans) or any(isinstance(part, Gate) for part in parts)
     return Parts(step, parts, moved_any, tuple(step.program.eqns[at] for at in summing if at in awaited))
 
@@ -188,21 +180,20 @@ def _parts(step: Inlined, plans: Mapping[int, InScan], moved: Set[int]) -> tuple
     inside: dict[int, list[int]] = {}
     for k in sorted(wanted - ahead):
         if (own := step.own.get(id(nodes[k].payload))) is not None:
-            inside.setdefault(own.update, []).append(k)
+            inside.setdefault(own, []).append(k)
     results = {*variables(program.outputs)}
     read_by = {k: {*nodes[k].reads} for k in wanted}
-    left: dict[int, Rest] = {}  # the place of an update's rest -> the rest
+    left: dict[int, Update] = {}  # its place -> the rest of an update
     for number, which in inside.items():
         eqns = [nodes[k].payload for k in which]
         others = results.union(*(read_by[k] for k in wanted - {*which}))
-        left[which[0]] = _rest(step, number, eqns, others)
+        left[which[0]] = dataclasses.replace(consisting_of(step.updates[number], eqns, others), stays=step.stays)
     results |= set[Var]().union(*(read_by[k] for k in wanted - {k for which in inside.values() for k in which}))
     wanted -= {k for which in inside.values() for k in which[1:]}
     for place, rest in left.items():
-        reads = list(dict.fromkeys(variables(rest.operands)))
-        results |= {*reads}
-        gated = dataclasses.replace(rest, update=dataclasses.replace(rest.update, backward=None))
-        nodes[place] = Node(gated, reads, variables(rest.update.program.outputs))
+        results.update(rest.operands)
+        gated = dataclasses.replace(rest, backward=None)
+        nodes[place] = Node(gated, rest.operands, variables(rest.program.outputs))
     if left:
         nodes = [node if k in wanted else Node(None, [], []) for k, node in enumerate(nodes)]
         if not plans:
@@ -233,10 +224,10 @@ def _between_passes(
     try:
         pieces = [nodes[k] for k in which if k not in places]
         for place in places:
-            pieces += _pieces(step, nodes[place].payload)
+            pieces += _pieces(nodes[place].payload)
         return interleaved(pieces, range(len(pieces)), outputs), ""
     except CannotHoist as stays:
-        on_host = any(nodes[place].payload.update.planned for place in places)
+        on_host = any(nodes[place].payload.planned for place in places)
         own = next(eqn for eqn in step.program.eqns if id(eqn) in step.own)
         why = located(str(stays), own) if on_host else ""
     try:
@@ -245,54 +236,23 @@ def _between_passes(
         return None, why
 
 
-def _pieces(step: Inlined, rest: Rest) -> list[Node]:
-    """The rest of an update in pieces.
+def _pieces(rest: Update) -> list[Node]:
+    """Return the rest of an update in pieces.
 
     Raises:
       CannotHoist: the pieces cannot run between the parts of the step.
     """
-    update, recipe = dataclasses.replace(rest.update, gated=True), rest.update.program
+    update = dataclasses.replace(rest, gated=True)
     if len(update.passes) != 1:
         raise CannotHoist("a number made of all of its state, or of all rows of a leaf, takes a pass of its own, ahead")
     (only,) = update.passes
     if only.in_own_loop:
         raise CannotHoist(f"it runs in a loop of its own, {only.slices[0].window.own_loop}")
-    if any(eqn.effects for eqn in recipe.eqns):
+    if any(eqn.effects for eqn in update.program.eqns):
         raise CannotHoist("it has effects, such as a callback")
-    given = dict(zip(recipe.inputs, rest.operands, strict=True))
-    variable = {v: x for v, x in given.items() if not isinstance(x, Literal)}
-
-    def in_step(s: Slice) -> Slice:
-        eqns = [eqn.replace(invars=[renamed(given, v) for v in eqn.invars]) for eqn in s.jaxpr.eqns]
-        return slice_of(eqns, s.outputs, recipe.debug_info, step.program.shards)
-
-    found = [Piece(in_step(part.slice), None, tuple(v for v in part.slice.outputs if v in update.results)[:1])
-             for part in only.prelude_parts]  # fmt: skip
-    for p in only.slices:
-        s = in_step(p.slice)
-        how = p.transfer
-        if isinstance(how, Chunked):
-            # an update may get one variable of the step twice, as gradient and as parameter: then it is one operand
-            dims = {variable.get(v, v): dim for v, dim in zip(p.slice.inputs, how.dims, strict=True)}
-            overwritten = tuple(v and variable.get(v, v) for v in how.buffers)
-            how = dataclasses.replace(how, dims=tuple(dims[v] for v in s.inputs), buffers=overwritten)
-        found.append(Piece(s, dataclasses.replace(p, slice=s, transfer=how), p.token))
+    found = [
+        Piece(part.slice, None, tuple(v for v in part.slice.outputs if v in update.results)[:1])
+        for part in only.prelude_parts
+    ]
+    found += (Piece(p.slice, p, p.token) for p in only.slices)
     return [Node(piece, piece.slice.inputs, piece.slice.outputs) for piece in found if piece.slice.outputs]
-
-
-def _rest(step: Inlined, number: int, eqns: Sequence[Equation], wanted: Set[Var]) -> Rest:
-    """The rest of the update numbered ``number``."""
-    update = step.updates[number]
-    recipe = update.program
-    own = [step.own[id(eqn)].equation for eqn in eqns]
-    defined = {v for eqn in own for v in eqn.outvars}
-    outputs: list[Atom] = [v for eqn in own for v in eqn.outvars if v in wanted]
-    read = dict.fromkeys(v for eqn in own for v in variables(eqn.invars) if v not in defined)
-    given = {*recipe.inputs}
-    inputs = [v for v in recipe.inputs if v in read] + [v for v in read if v not in given]
-    position = {v: k for k, v in enumerate(inputs)}
-    args = recipe.inputs[len(recipe.consts) :]
-    gradients = tuple(position[args[i]] for i in update.gradients if args[i] in position)
-    program = dataclasses.replace(recipe, inputs=inputs, outputs=outputs, eqns=own, consts=[])
-    rest = dataclasses.replace(update.replanned(program, gradients), stays=step.stays)
-    return Rest(rest, [renamed(step.operands, v) for v in inputs])

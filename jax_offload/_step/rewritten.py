@@ -48,8 +48,7 @@ from jax_offload._plan.gates import Gate, Piece
 from jax_offload._plan.in_scan import InScan
 from jax_offload._step.canonical import canonical
 from jax_offload._step.checked import CannotRewrite, Runs, check_order, check_program, tell
-from jax_offload._step.inlined import runs_one_twice
-from jax_offload._step.parts import Part, Parts, Rest, parts_of
+from jax_offload._step.parts import Part, Parts, parts_of
 from jax_offload._step.returned import unreturned
 
 Drive = Callable[[ClosedJaxpr, Any, Set[int | str]], Any]
@@ -172,11 +171,13 @@ def _as_run(part: Part) -> Runs:
             return Runs(part.operands, part.makes)
         case Piece():
             return Runs(part.slice.inputs, part.slice.outputs)
-        case Rest():
-            return Runs(variables(part.operands), variables(part.update.program.outputs))
+        case Update():
+            return Runs(part.operands, variables(part.program.outputs))
 
 
-def _results_of(part: Slice | InScan | Rest | Piece, env: Mapping[Var, Any], names: Names) -> Iterable[tuple[Var, Any]]:
+def _results_of(
+    part: Slice | InScan | Update | Piece, env: Mapping[Var, Any], names: Names
+) -> Iterable[tuple[Var, Any]]:
     """The results of a part."""
     if isinstance(part, InScan):
         makes = part.makes
@@ -192,9 +193,9 @@ def _results_of(part: Slice | InScan | Rest | Piece, env: Mapping[Var, Any], nam
         run = or_batched(inside, one_by_one)
         given = [env[v] for v in part.operands]
         return zip(makes, marked(lambda xs: run(*xs), given, part), strict=True)
-    if isinstance(part, Rest):
-        operands = values_of(env, part.operands)
-        return zip(variables(part.update.program.outputs), bound(part.update, operands), strict=True)
+    if isinstance(part, Update):
+        operands = [env[v] for v in part.operands]
+        return zip(variables(part.program.outputs), bound(part, operands), strict=True)
     if isinstance(part, Piece) and part.how is not None:
         planned, s = part.how, part.slice
 
@@ -281,7 +282,5 @@ def _why_not(closed: ClosedJaxpr, plain: Program) -> tuple[str, ...]:
         whose = "" if only_callbacks(closed.effects) else f"of mutable arrays or checks ({', '.join(names)}) "
         having = next(eqn for eqn in plain.eqns if ordered(eqn.effects))
         return (located(f"the step has effects {whose}whose order would be lost", having),)
-    if runs_one_twice([eqn.params["update"] for eqn in updates]):
-        return (located("the step calls one jitted update several times; take the inner jit away", updates[-1]),)
     words = "it runs in a {} of the step, and only what each step runs once moves"
     return tuple(located(words.format(eqn.primitive.name), eqn) for eqn in inside)
