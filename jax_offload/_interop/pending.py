@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from jax.sharding import AxisType, NamedSharding
 
 from jax_offload._base.arrays import nbytes
-from jax_offload._base.jaxprs import Atom, Equation, Var, renamed, variables
+from jax_offload._base.jaxprs import Atom, Equation, Var, variables
 from jax_offload._base.memory import DEVICE_KIND, is_host_aval, to_device, to_host
 from jax_offload._base.shardings import constrained, same_sharding, shards_of, typed_sharding
 from jax_offload._emit.find import holds_update, is_update
@@ -96,7 +96,7 @@ def _on_host(program: Program, carried: Mapping[Var, Any]) -> Program:
 def _of_update(program: Program, number: int, carried: Mapping[Var, Any]) -> Program:
     """The same for the gradients of one update, by its number in the program."""
     at = [k for k, eqn in enumerate(program.eqns) if is_update(eqn)][number]
-    before, after = program.eqns[:at], Builder()
+    before = program.eqns[:at]
     update = localised(program.eqns[at])
     gradients = {update.operands[i] for i in update.gradients}
     defined = [v for each in before for v in each.outvars]
@@ -117,22 +117,19 @@ def _of_update(program: Program, number: int, carried: Mapping[Var, Any]) -> Pro
     for each in (*late, *(each for each in update.program.eqns if scalars.isdisjoint(each.outvars))):
         inside.put(each)
     made = {*variables(update.program.outputs)} - scalars
-    rest = consisting_of(update, inside.eqns, made)
-    shards = rest.program.shards
-    last = 1 + max(update.rank.values(), default=0)
+    rest, last = consisting_of(update, inside.eqns, made), 1 + max(update.rank.values(), default=0)
+    divided = {x: update.program.shards[v] for v, x in stored.items() if v in update.program.shards}
     rest = dataclasses.replace(
         rest,
-        program=dataclasses.replace(
-            rest.program, shards={**shards, **{x: shards[v] for v, x in stored.items() if v in shards}}
-        ),
+        program=dataclasses.replace(rest.program, shards={**rest.program.shards, **divided}),
         backward=None,  # they are no longer in front of it
         names={**update.names, **{x: f"gradients/{k}" for k, x in enumerate(stored.values())}},
         rank={**update.rank, **{x: last + k for k, x in enumerate(stored.values())}},  # the state beside them decides
     )
-    after.names.update(zip(program.eqns[at].outvars, update.program.outputs, strict=True))
-    _reading_again(after, program.eqns[at + 1 :], {*rest.program.outputs}, stored)
-    eqns = [*before, *ahead, *(each for eqns in stores.values() for each in eqns), equation_of(rest, program.eqns[at])]
-    return dataclasses.replace(program, eqns=[*eqns, *after.eqns], outputs=after.read(program.outputs))
+    storing = [each for eqns in stores.values() for each in eqns]
+    after = _reading_again(program.eqns[at + 1 :], {*rest.program.outputs}, stored)
+    eqns = [*before, *ahead, *storing, equation_of(rest, program.eqns[at]), *after]
+    return dataclasses.replace(program, eqns=eqns)
 
 
 def _left_late(eqns: Sequence[Equation], gradients: Set[Var], carried: Set[Var]) -> tuple[list[Equation], Set[Var]]:
@@ -149,20 +146,20 @@ def _left_late(eqns: Sequence[Equation], gradients: Set[Var], carried: Set[Var])
     return late, sources
 
 
-def _reading_again(new: Builder, eqns: Sequence[Equation], late: Set[Var], stored: Mapping[Var, Var]) -> None:
-    """Append the equations after an update. Those made of its results, ``late``, load each gradient once more."""
-    late, loads = {*late}, dict[Var, Atom]()
+def _reading_again(eqns: Sequence[Equation], made: Iterable[Atom], stored: Mapping[Var, Var]) -> list[Equation]:
+    """The equations after an update. Those that need what it ``made`` load a gradient that they need once more."""
+    late, new = {*made}, Builder()
     for eqn in eqns:
-        reads = variables(new.read(eqn.invars))
-        if late.isdisjoint(reads):
-            new.put(eqn)
+        if late.isdisjoint(variables(eqn.invars)):
+            new.eqns.append(eqn)
             continue
         late.update(eqn.outvars)
-        for v in reads:
-            if v in stored and v not in loads:
+        for v in variables(eqn.invars):
+            if v in stored and v not in new.names:
                 new.eqns.append(load := _load(stored[v], "gradients"))
-                loads[v] = load.outvars[0]
-        new.eqns.append(eqn.replace(invars=[renamed(loads, v) for v in new.read(eqn.invars)]))
+                new.names[v] = load.outvars[0]
+        new.put(eqn)
+    return new.eqns
 
 
 def _store(v: Var, name: str, home: NamedSharding | None) -> list[Equation]:

@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import operator
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -188,10 +189,10 @@ class Builder:
         ins = self.read(eqn.invars) if self.names else eqn.invars
         self.eqns.append(eqn if all(map(operator.is_, ins, eqn.invars)) else eqn.replace(invars=ins))
 
-    def copy(self, *eqns: Equation) -> list[Equation]:
-        """Append equations with variables of their own for their results; return all equations."""
+    def copy(self, *eqns: Equation, results: Mapping[Var, Var] = MappingProxyType({})) -> list[Equation]:
+        """Append equations, whose results become ``results`` or else new variables; return all equations."""
         for eqn in eqns:
-            outs = [v if isinstance(v, DropVar) else Var(v.aval) for v in eqn.outvars]
+            outs = [v if isinstance(v, DropVar) else results.get(v) or Var(v.aval) for v in eqn.outvars]
             self.eqns.append(eqn.replace(invars=self.read(eqn.invars), outvars=outs))
             self.names.update(zip(eqn.outvars, outs, strict=True))
         return self.eqns
@@ -259,15 +260,12 @@ def decomposed(eqns: Iterable[Equation]) -> list[Equation]:
     """The equations, composite ones as those that they stand for, of the same operands and results."""
     new = Builder()
     for eqn in eqns:
-        if not is_composite(eqn):
+        if is_composite(eqn):
+            inner = flat(called_by(eqn))
+            results = dict(zip(variables(inner.outputs), eqn.outvars, strict=True))
+            new.inside(inner, eqn.invars).copy(*inner.eqns, results=results)
+        else:
             new.put(eqn)
-            continue
-        inside = Builder()
-        results = variables(inside.call(flat(called_by(eqn)), eqn.invars))
-        names: dict[Var, Var] = dict(zip(results, eqn.outvars, strict=True))
-        for each in inside.eqns:
-            ins, outs = [renamed(names, v) for v in each.invars], [names.get(v, v) for v in each.outvars]
-            new.put(each.replace(invars=ins, outvars=outs))
     return new.eqns
 
 

@@ -117,23 +117,19 @@ def _choosing(
     ``read``: its own results that something reads.
     """
     update = localised(eqn)
-    own = dict(zip(eqn.outvars, variables(update.program.outputs), strict=True))
-    inner = Builder([*update.program.eqns], {**own})
-    chosen = [choice(inner, which, inner.read(xs)) for xs in cases.values()]
-    made = [next(own[v] for v in variables(xs) if v in own) for xs in cases.values()]
-    kept = [(v, x) for v, x in own.items() if v in read]
-    program = dataclasses.replace(update.program, eqns=inner.eqns, outputs=[*(x for _, x in kept), *chosen])
-    program = without_round_trips(program)
-    results = dict(zip(variables(program.outputs), [*(x for _, x in kept), *made], strict=True))
-    olds, named = update.next_values, update.names
+    inner = Builder([*update.program.eqns])
+    chosen = [choice(inner, which, xs) for xs in cases.values()]
+    made = [next(v for v in variables(xs) if v in eqn.outvars) for xs in cases.values()]
+    kept = [v for v in eqn.outvars if v in read]
+    program = without_round_trips(dataclasses.replace(update.program, eqns=inner.eqns, outputs=[*kept, *chosen]))
+    results = variables(program.outputs)[len(kept) :]
+    olds, names = update.next_values, update.names
     update = dataclasses.replace(
-        consisting_of(update, program.eqns, {*results}),
-        next_values={new: olds[x] for new, x in results.items() if x in olds},
-        names={**named, **{new: named[x] for new, x in results.items() if x in named}},
+        consisting_of(update, program.eqns, {*kept, *results}),
+        next_values={**olds, **{new: olds[v] for new, v in zip(results, made, strict=True) if v in olds}},
+        names={**names, **{new: names[v] for new, v in zip(results, made, strict=True) if v in names}},
     )
-    chosen = variables(program.outputs)[len(kept) :]
-    names = {x: v for (v, _), x in zip(kept, variables(program.outputs), strict=False)}
-    return equation_of(update, eqn, names), dict(zip(cases, chosen, strict=True))
+    return equation_of(update, eqn), dict(zip(cases, results, strict=True))
 
 
 # Layers by their numbers -------------------------------------------------------------------------------------------

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence, Set
-from types import MappingProxyType
 from typing import TypeVar
 
 from jax_offload._base.arrays import nbytes
@@ -75,11 +74,12 @@ def _is_apart(eqn: Equation) -> bool:
 
 
 def localised(eqn: Equation) -> Update:
-    """Return the update of an equation in the variables of the step around it; whatever it makes is a new variable."""
+    """Return the update of an equation in the step's variables: its operands and its results are the equation's."""
     update: Update = eqn.params["update"]
     recipe = update.program
     new = Builder(names=dict(zip(recipe.inputs, eqn.invars, strict=True)))
-    new.copy(*recipe.eqns)
+    results = zip(variables(recipe.outputs), eqn.outvars, strict=True)
+    new.copy(*recipe.eqns, results={v: x for v, x in results if not isinstance(x, DropVar)})
 
     def local(leaves: Iterable[Var]) -> frozenset[Var]:
         return frozenset(variables(new.read(v for v in leaves if v in new.names)))
@@ -118,9 +118,9 @@ def consisting_of(update: Update, eqns: Sequence[Equation], wanted: Set[Var]) ->
     return update.replanned(program, tuple(map(inputs.index, gradients)))
 
 
-def equation_of(update: Update, like: Equation, names: Mapping[Var, Var] = MappingProxyType({})) -> Equation:
-    """Return the equation of a localised update that takes another one's place. ``names``: of its results."""
-    results = [names.get(v, v) for v in variables(update.program.outputs)]
+def equation_of(update: Update, like: Equation) -> Equation:
+    """Return the equation of a localised update, which takes another one's place."""
+    results = variables(update.program.outputs)
     return like.replace(invars=update.operands, outvars=results, params=params_of(update), effects=update.effects)
 
 
@@ -157,29 +157,25 @@ class Inlined:
 
 def inlined(program: Program) -> Inlined | None:
     """Return the program with its updates inlined; ``None`` where it has none."""
-    new, updates, own = Builder(), list[Update](), dict[int, int]()
+    eqns, updates, own = list[Equation](), list[Update](), dict[int, int]()
     next_of, shards = dict[Var, Var](), dict(program.shards)
     for eqn in program.eqns:
         if not is_update(eqn):
-            new.put(eqn)
+            eqns.append(eqn)
             continue
-        update = localised(eqn.replace(invars=new.read(eqn.invars)))
-        recipe = update.program
-        for each in decomposed(recipe.eqns):
+        update = localised(eqn)
+        for each in decomposed(update.program.eqns):
             line = each.source_info.replace(traceback=eqn.source_info.traceback)  # of the user's call
-            new.eqns.append(each.replace(source_info=line))
-            own[id(new.eqns[-1])] = len(updates)
+            eqns.append(each.replace(source_info=line))
+            own[id(eqns[-1])] = len(updates)
         updates.append(update)
-        new.names.update(zip(eqn.outvars, recipe.outputs, strict=True))
-        shards |= recipe.shards
         # An update that is the rest of one does not make all of its results.
-        pairs = {v: update.next_values[v] for v in variables(recipe.outputs) if v in update.next_values}
+        pairs = {v: update.next_values[v] for v in eqn.outvars if v in update.next_values}
+        shards |= update.program.shards
         shards |= {v: shards[x] for v, x in pairs.items() if x in shards and v.aval.shape == x.aval.shape}
         next_of |= pairs
-    if not updates:
-        return None
-    step = dataclasses.replace(program, eqns=new.eqns, outputs=new.read(program.outputs), shards=shards)
-    return Inlined(step, tuple(updates), own, next_of, _waiting(step, next_of))
+    step = dataclasses.replace(program, eqns=eqns, shards=shards)
+    return Inlined(step, tuple(updates), own, next_of, _waiting(step, next_of)) if updates else None
 
 
 def _waiting(program: Program, next_of: Mapping[Var, Var]) -> dict[Var, Var]:
