@@ -9,7 +9,7 @@ import jax
 from jax.sharding import NamedSharding
 
 from jax_offload._base.jaxprs import MATMULS, Atom, Equation, Literal, Var, as_array, holds, jaxpr_of, variables
-from jax_offload._base.memory import HOST_KIND, in_its_memory, is_host_aval, with_kind
+from jax_offload._base.memory import HOST_KIND, abstract, in_its_memory, is_host_aval, with_kind
 from jax_offload._base.shardings import constrained, typed_sharding
 from jax_offload._emit.find import holds_update, is_update
 from jax_offload._interop import pending
@@ -156,7 +156,7 @@ class Rotated:
             if isinstance(sharding, NamedSharding) and (typed := typed_sharding(x)) is not None:
                 sharding = sharding.update(spec=typed.spec)
             sharding = with_kind(sharding, HOST_KIND) if sharding is not None and name in hosts else sharding
-            return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding, weak_type=x.weak_type)
+            return abstract(x.shape, x.dtype, sharding, x.weak_type)
 
         given = {name: values[v] for v, name in self._keys[2].items()}
         return own, {name: placed(name, x) for name, x in produced.items()}, given
