@@ -224,7 +224,7 @@ class _Said:
 
 def mark(x: jax.Array, says: Any) -> jax.Array:
     """Return ``x``, marked: from here on the trace says ``says`` about it."""
-    return _mark.bind(x, says=_Said(says))
+    return _mark.bind(x, says=_Said(says))[0]
 
 
 def mark_of(x: Any) -> Any:
@@ -242,12 +242,4 @@ def marks_in(step: ClosedJaxpr) -> dict[Var, Any]:
     return {eqn.outvars[0]: eqn.params["says"].what for eqn in step.jaxpr.eqns if eqn.primitive is _mark}
 
 
-_mark = Primitive(MARK)
-_mark.def_impl(lambda x, says: x)
-_mark.def_abstract_eval(lambda aval, says: aval)
-set_rules(
-    _mark,
-    lower=lambda context, x, says: [x],
-    jvp=lambda xs, tangents, says: (_mark.bind(*xs, says=says), *tangents),
-    batch=lambda xs, dims, says: (_mark.bind(*xs, says=says), *dims),
-)
+_mark = identity_primitive(MARK, lambda context, *xs, says: list(xs))

@@ -7,7 +7,7 @@ loops.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from typing import Any, Generic, TypeVar
 
 from jax_offload._base.jaxprs import Atom, Equation, Inner, Jaxpr, Literal, Var, inner_of, variables
@@ -200,18 +200,20 @@ def bits(mask: Mask) -> Iterator[int]:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Node:
-    """A part of a program.
+    """A part of a program or of a schedule.
 
     Attributes:
-      payload: whoever arranges it knows what.
-      reads, makes: variables.
+      payload: the part itself, known to whoever arranges or runs it.
+      reads, makes: its operands and its results.
       kept: whether it stays although nobody reads its results.
+      takes: the operands whose buffers it overwrites or frees.
     """
 
     payload: Any
     reads: Sequence[Var]
     makes: Sequence[Var]
     kept: bool = False
+    takes: Set[Var] = frozenset()
 
 
 def makers(nodes: Sequence[Node]) -> dict[Var, int]:

@@ -134,7 +134,6 @@ class Inlined:
       own: the equations of the updates, by identity, each with the number of its update.
       next_of: result -> the variable of the step that it is the next value of.
       waiting: the same of gradients that wait in host memory for the next step.
-      stays: why leaves do not move.
     """
 
     program: Program
@@ -142,7 +141,6 @@ class Inlined:
     own: Mapping[int, int]
     next_of: Mapping[Var, Var]
     waiting: Mapping[Var, Var]
-    stays: tuple[str, ...] = ()
 
     @property
     def gradients(self) -> list[Var]:

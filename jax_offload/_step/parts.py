@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Iterable, Mapping, Sequence, Set
-from typing import Any
 
 from jax_offload._base.jaxprs import Equation, Var, located, scan_of, variables
 from jax_offload._emit.find import is_update
@@ -14,7 +13,7 @@ from jax_offload._ir.peel import peeled, why_not_peeled
 from jax_offload._ir.primitives import ELEMENTWISE
 from jax_offload._ir.program import Program
 from jax_offload._ir.propagate import Mask, Node, forward, needed, topological, union
-from jax_offload._ir.slices import Slice, slice_of
+from jax_offload._ir.slices import slice_of
 from jax_offload._plan.gates import Gate, Piece, in_turn, interleaved
 from jax_offload._plan.hoist import MICROBATCHES, CannotHoist, Hoist
 from jax_offload._plan.in_scan import InScan, in_scan
@@ -22,7 +21,6 @@ from jax_offload._step.canonical import canonical
 from jax_offload._step.inlined import Inlined, consisting_of, inlined, opened
 
 IN_A_SHARD_MAP = "its gradients are made inside a shard_map; call the update inside the same shard_map"
-Part = Slice | InScan | Update | Piece | Gate
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,27 +32,22 @@ class Parts:
       parts: the parts in an order that respects their needs: slices, scans with updates inside, and the rest of the
         update, in one piece or in pieces between gates.
       moved: whether a part of the update runs elsewhere.
+      stays: why leaves do not move.
       sums_up: the scans that carry sums of its gradients.
     """
 
     step: Inlined
-    parts: list[Part]
+    parts: list[Node]
     moved: bool
+    stays: tuple[str, ...]
     sums_up: tuple[Equation, ...] = ()
 
     def saying_of_microbatches(self, why: str) -> Parts:
         """The same step, with the reason why the last microbatch does not host the update."""
         if not why:
             return self
-        stays = tuple(f"{MICROBATCHES}: {why}" if each.startswith(MICROBATCHES) else each for each in self.step.stays)
-        return dataclasses.replace(
-            self, step=dataclasses.replace(self.step, stays=stays), parts=_saying(self.parts, stays)
-        )
-
-
-def _saying(parts: Sequence[Part], why: tuple[str, ...]) -> list[Part]:
-    """Return the parts, with the reasons why what is left of an update does not move."""
-    return [dataclasses.replace(part, stays=why) if isinstance(part, Update) else part for part in parts]
+        stays = (f"{MICROBATCHES}: {why}" if each.startswith(MICROBATCHES) else each for each in self.stays)
+        return dataclasses.replace(self, stays=tuple(stays))
 
 
 def parts_of(plain: Program) -> Parts | None:
@@ -82,7 +75,7 @@ def parts_of(plain: Program) -> Parts | None:
             decided = _decided(again, apart=True)
             if decided.moved:
                 return decided
-            whys += decided.step.stays
+            whys += decided.stays
         whys += [why] if why else []
     return parts.saying_of_microbatches("; ".join(dict.fromkeys(whys)))
 
@@ -126,15 +119,13 @@ def _decided(found: Inlined, apart: bool = False) -> Parts:
                 moved |= moves.eqns
     awaited = _awaited(step, stay_behind, moved)
     stays = [*(why for at in stay_behind if at in awaited for why in stay_behind[at]), *stay_ahead]
-    step = dataclasses.replace(step, stays=tuple(dict.fromkeys(stays)))
     parts, why = _parts(step, plans, moved)
-    if why and not step.stays:
+    if why and not stays:
         made = _shard_map_of_gradients(step)
-        why = why if made is None else located(IN_A_SHARD_MAP, made)
-        step = dataclasses.replace(step, stays=(why,))
-        parts = _saying(parts, step.stays)
-    moved_any = bool(plans) or any(isinstance(part, Gate) for part in parts)
-    return Parts(step, parts, moved_any, tuple(step.program.eqns[at] for at in summing if at in awaited))
+        stays = [why if made is None else located(IN_A_SHARD_MAP, made)]
+    moved_any = bool(plans) or any(isinstance(part.payload, Gate) for part in parts)
+    sums_up = tuple(step.program.eqns[at] for at in summing if at in awaited)
+    return Parts(step, parts, moved_any, tuple(dict.fromkeys(stays)), sums_up)
 
 
 def _shard_map_of_gradients(step: Inlined) -> Equation | None:
@@ -163,7 +154,7 @@ def _awaited(step: Inlined, scans: Iterable[int], moved: Set[int]) -> set[int]:
     return {at for at, bit in bits.items() if bit & found}
 
 
-def _parts(step: Inlined, plans: Mapping[int, InScan], moved: Set[int]) -> tuple[list[Part], str]:
+def _parts(step: Inlined, plans: Mapping[int, InScan], moved: Set[int]) -> tuple[list[Node], str]:
     """The parts of the step in an order that respects their needs: slices, scans with updates inside, and the rest of
     the update, in one piece or in pieces between gates; and why in one piece."""
     order: list[Node] | None = None
@@ -187,7 +178,7 @@ def _parts(step: Inlined, plans: Mapping[int, InScan], moved: Set[int]) -> tuple
     for number, which in inside.items():
         eqns = [nodes[k].payload for k in which]
         others = results.union(*(read_by[k] for k in wanted - {*which}))
-        left[which[0]] = dataclasses.replace(consisting_of(step.updates[number], eqns, others), stays=step.stays)
+        left[which[0]] = consisting_of(step.updates[number], eqns, others)
     results |= set[Var]().union(*(read_by[k] for k in wanted - {k for which in inside.values() for k in which}))
     wanted -= {k for which in inside.values() for k in which[1:]}
     for place, rest in left.items():
@@ -204,14 +195,15 @@ def _parts(step: Inlined, plans: Mapping[int, InScan], moved: Set[int]) -> tuple
     if order is None:
         order = in_turn(topological(nodes, sorted(wanted))) if plans else topological(nodes, sorted(wanted))
 
-    parts: list[Any] = []
+    parts: list[Node] = []
     for is_equations, group in itertools.groupby(order, lambda node: isinstance(node.payload, Equation)):
         if is_equations:
             eqns = [node.payload for node in group]
             outputs = [v for eqn in eqns for v in eqn.outvars if v in results]
-            parts.append(slice_of(eqns, outputs, program.debug_info, program.shards))
+            whole = slice_of(eqns, outputs, program.debug_info, program.shards)
+            parts.append(Node(whole, whole.inputs, whole.outputs))
         else:
-            parts += [node.payload for node in group]
+            parts += group
     return parts, why
 
 

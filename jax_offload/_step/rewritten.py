@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Any
 
 import jax
@@ -43,12 +43,13 @@ from jax_offload._emit.region import Update, bound, marked
 from jax_offload._emit.rows import Names
 from jax_offload._emit.run import functions
 from jax_offload._ir.program import Program, expanded, flat, replaced, traced_for, without_effects_of_axes
+from jax_offload._ir.propagate import Node
 from jax_offload._ir.slices import Slice
 from jax_offload._plan.gates import Gate, Piece
 from jax_offload._plan.in_scan import InScan
 from jax_offload._step.canonical import canonical
-from jax_offload._step.checked import CannotRewrite, Runs, check_order, check_program, tell
-from jax_offload._step.parts import Part, Parts, parts_of
+from jax_offload._step.checked import CannotRewrite, check_order, check_program, tell
+from jax_offload._step.parts import Parts, parts_of
 from jax_offload._step.returned import unreturned
 
 Drive = Callable[[ClosedJaxpr, Any, Set[int | str]], Any]
@@ -130,7 +131,7 @@ def emitted(closed: ClosedJaxpr, args: Sequence[Any]) -> list[Any]:
         if (by_step := _by_step(closed, program)) is not None:
             return jax_fun(by_step)(*args)
         return _as_it_is(closed, _why_not(closed, program), args)
-    return _as_it_is(closed, found.step.stays, args)
+    return _as_it_is(closed, found.stays, args)
 
 
 def _traced(found: Parts, args: Sequence[Any]) -> list[Any]:
@@ -145,68 +146,47 @@ def _in_parts(found: Parts, args: Sequence[Any]) -> list[Any]:
     Raises:
       CannotRewrite: a part lacks an operand, or makes another result.
     """
-    step, program = found.step, found.step.program
-    check_order([*map(_as_run, found.parts)], program.inputs, variables(program.outputs))
+    program, names = found.step.program, found.step.names
+    check_order(found.parts, program.inputs, variables(program.outputs))
     env: dict[Var, Any] = dict(zip(program.inputs, [*program.consts, *args], strict=True))
-    names = step.names
     for part in found.parts:
-        if isinstance(part, Gate):
-            gate(env, part.held, part.waits_for)
+        if isinstance(part.payload, Gate):
+            gate(env, part.payload.held, part.payload.waits_for)
             continue
-        for v, x in _results_of(part, env, names):
+        results = _run(part, [env[v] for v in part.reads], names, found.stays)
+        for v, x in zip(part.makes, results, strict=True):
             if (x.shape, x.dtype, on_host(x)) != (v.aval.shape, v.aval.dtype, is_host_aval(v.aval)):
                 raise CannotRewrite(f"a part makes {jax.typeof(x)} in place of {v.aval}")
             env[v] = x
     return guarded(values_of(env, program.outputs), list(args))
 
 
-def _as_run(part: Part) -> Runs:
-    """A part as the check sees it. It takes no buffer: where another part reads what one overwrites, XLA copies."""
-    match part:
-        case Slice():
-            return Runs(part.inputs, part.outputs)
-        case Gate():
-            return Runs([*part.held, *part.waits_for], ())
-        case InScan():
-            return Runs(part.operands, part.makes)
-        case Piece():
-            return Runs(part.slice.inputs, part.slice.outputs)
-        case Update():
-            return Runs(part.operands, variables(part.program.outputs))
+def _run(part: Node, operands: Sequence[Any], names: Names, stays: tuple[str, ...]) -> Sequence[Any]:
+    """Run a part on its operands. ``stays``: why the rest of an update does not move."""
+    this: Slice | InScan | Update | Piece = part.payload
 
+    def named(operands: Sequence[Any]) -> dict[Var, Any]:
+        return dict(zip(part.reads, operands, strict=True))
 
-def _results_of(
-    part: Slice | InScan | Update | Piece, env: Mapping[Var, Any], names: Names
-) -> Iterable[tuple[Var, Any]]:
-    """The results of a part."""
-    if isinstance(part, InScan):
-        makes = part.makes
+    def made(produced: Mapping[Var, Any]) -> list[Any]:
+        return [produced[v] for v in part.makes]
 
-        def inside(*operands: Any) -> list[Any]:
-            produced = scanned(part, dict(zip(part.operands, operands, strict=True)), names)
-            return [produced[v] for v in makes]
-
-        def one_by_one(*operands: Any) -> list[Any]:
-            produced = one_after_the_other(part, dict(zip(part.operands, operands, strict=True)))
-            return [produced[v] for v in makes]
-
-        run = or_batched(inside, one_by_one)
-        given = [env[v] for v in part.operands]
-        return zip(makes, marked(lambda xs: run(*xs), given, part), strict=True)
-    if isinstance(part, Update):
-        operands = [env[v] for v in part.operands]
-        return zip(variables(part.program.outputs), bound(part, operands), strict=True)
-    if isinstance(part, Piece) and part.how is not None:
-        planned, s = part.how, part.slice
+    if isinstance(this, InScan):
+        run = or_batched(
+            lambda *xs: made(scanned(this, named(xs), names)), lambda *xs: made(one_after_the_other(this, named(xs)))
+        )
+        return marked(lambda xs: run(*xs), operands, this)
+    if isinstance(this, Update):
+        return bound(dataclasses.replace(this, stays=stays), operands)
+    if isinstance(this, Piece) and (planned := this.how) is not None:
 
         def piece(operands: Sequence[Any]) -> list[Any]:
-            inner = dict(zip(s.inputs, operands, strict=True))
-            functions([planned], names)(planned, inner)
-            return [inner[v] for v in s.outputs]
+            env = named(operands)
+            functions([planned], names)(planned, env)
+            return made(env)
 
-        return zip(s.outputs, marked(piece, [env[v] for v in s.inputs], part), strict=True)
-    s = part.slice if isinstance(part, Piece) else part
-    return zip(s.outputs, s.run(*(env[v] for v in s.inputs)), strict=True)
+        return marked(piece, operands, this)
+    return (this.slice if isinstance(this, Piece) else this).run(*operands)
 
 
 def _cut_at(program: Program) -> str:
