@@ -232,25 +232,20 @@ def _over_rows(
 ) -> Program:
     """The scan, which reads the consts ``read`` by rows, and stacks the rows that the carries ``summed`` add up."""
     n, m = len(scan.consts), len(scan.init)
-    sums = {id(each) for pair in summed.values() for each in pair}
-    rows = {out: row.invars[1] for k, (add, row) in summed.items() for out in add.outvars}
-    taken = {id(each): Var(each.outvars[0].aval) for own in read.values() for each in own}
-    names: dict[Var, Atom] = {each.outvars[0]: taken[id(own[0])] for own in read.values() for each in own}
-    eqns = [each.replace(invars=[renamed(names, v) for v in each.invars])
-            for each in body.eqns if id(each) not in sums and id(each) not in taken]  # fmt: skip
-    own_xs = [taken[id(own[0])] for own in read.values()]
+    rows = {k: Var(own[0].outvars[0].aval) for k, own in read.items()}
+    new = Builder(names={each.outvars[0]: rows[k] for k, own in read.items() for each in own})
+    gone = {id(each) for group in (*read.values(), *summed.values()) for each in group}
+    for each in body.eqns:
+        if id(each) not in gone:
+            new.put(each)
     inputs = [v for k, v in enumerate(body.inputs) if k not in read and k - n not in summed]
     carried = [k for k in range(m) if k not in summed]
-    outputs = [
-        *(body.outputs[k] for k in carried),
-        *body.outputs[m:],
-        *(rows[add.outvars[0]] for add, _ in summed.values()),
-    ]
-    run_body = jax_fun(dataclasses.replace(
-        body, inputs=[*inputs, *own_xs], outputs=[renamed(names, v) for v in outputs], eqns=eqns).closed)  # fmt: skip
+    outputs = [*(body.outputs[k] for k in carried), *body.outputs[m:], *(row.invars[1] for _, row in summed.values())]
+    taken = dataclasses.replace(body, inputs=[*inputs, *rows.values()], outputs=new.read(outputs), eqns=new.eqns)
+    run_body = jax_fun(taken.closed)
 
     def with_rows(*args: Any) -> list[Any]:
-        k = len(args) - len(own_xs)
+        k = len(args) - len(rows)
         results = run_body(*args[:k], *(row[None] for row in args[k:]))
         k = len(results) - len(summed)
         return [*results[:k], *(row[0] for row in results[k:])]
