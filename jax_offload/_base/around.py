@@ -16,7 +16,8 @@ import contextlib
 import contextvars
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Sequence
+import types
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -158,11 +159,16 @@ def compiled_where_eager(like: Callable[..., Any]) -> Callable[[Callable[..., An
     def decorate(fun: Callable[..., Any]) -> Callable[..., Any]:
         like.__qualname__ = fun.__qualname__  # it is called first, so a missing argument is an error of its
 
-        @functools.partial(jax.jit, static_argnums=0)
-        def run(call: _Call, arrays: list[Any]) -> Any:
-            args, kwargs = call.filled(call.shardings)
+        @functools.partial(jax.jit, static_argnums=(0, 1, 2))
+        def run(treedef: Any, given: tuple[_Static | None, ...], shardings: tuple[Any, ...], arrays: list[Any]) -> Any:
+            def filled(operands: Iterable[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+                """The call's arguments, with these in the places of its operands, which ``given`` leaves empty."""
+                values = iter(operands)
+                return jax.tree.unflatten(treedef, [next(values) if x is None else x.value for x in given])
+
+            args, kwargs = filled(types.SimpleNamespace(sharding=sharding) for sharding in shardings)
             with running(like(*args, **kwargs)):
-                args, kwargs = call.filled(arrays)
+                args, kwargs = filled(arrays)
                 return fun(*args, **kwargs)
 
         @functools.wraps(fun)
@@ -170,10 +176,9 @@ def compiled_where_eager(like: Callable[..., Any]) -> Callable[[Callable[..., An
             leaves, treedef = jax.tree.flatten((args, kwargs))
             if any(isinstance(x, Tracer) for x in leaves) or memory.under_jit():
                 return fun(*args, **kwargs)
-            operands = [i for i, x in enumerate(leaves) if _is_operand(x)]
-            shardings = tuple(_Placed(getattr(leaves[i], "sharding", None)) for i in operands)
-            given = tuple(None if i in {*operands} else _Static(x) for i, x in enumerate(leaves))
-            return run(_Call(treedef, given, shardings), [leaves[i] for i in operands])
+            given = tuple(None if _is_operand(x) else _Static(x) for x in leaves)
+            operands = [x for x, static in zip(leaves, given, strict=True) if static is None]
+            return run(treedef, given, tuple(getattr(x, "sharding", None) for x in operands), operands)
 
         return wrapper
 
@@ -193,26 +198,6 @@ class _Static:
 
     def __hash__(self) -> int:
         return hash(self.value) if _hashable(self.value) else id(self.value)
-
-
-@dataclasses.dataclass(frozen=True)
-class _Placed:
-    """Stands for an operand where only its sharding counts."""
-
-    sharding: Any
-
-
-@dataclasses.dataclass(frozen=True)
-class _Call:
-    """All of a call's arguments but the operands; ``given`` has ``None`` in their places."""
-
-    treedef: Any
-    given: tuple[_Static | None, ...]
-    shardings: tuple[_Placed, ...]
-
-    def filled(self, operands: Any) -> Any:
-        values = iter(operands)
-        return jax.tree.unflatten(self.treedef, [next(values) if x is None else x.value for x in self.given])
 
 
 def _is_operand(x: Any) -> bool:

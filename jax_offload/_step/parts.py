@@ -243,7 +243,7 @@ def _pieces(rest: Update) -> list[Node]:
     if any(eqn.effects for eqn in update.program.eqns):
         raise CannotHoist("it has effects, such as a callback")
     found = [
-        Piece(part.slice, None, tuple(v for v in part.slice.outputs if v in update.results)[:1])
+        Piece(part.slice, None, tuple(v for v in part.slice.outputs if v in update.next_values)[:1])
         for part in only.prelude_parts
     ]
     found += (Piece(p.slice, p, p.token) for p in only.slices)
