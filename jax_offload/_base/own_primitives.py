@@ -208,7 +208,7 @@ def is_composite(eqn: Equation) -> bool:
     return eqn.primitive.name in ("jit", "pjit") and eqn.params["name"] == _COMPOSITE
 
 
-# ---- marks: equations that do nothing, by which a trace says of a value what its type does not
+# ---- marks: equations that do nothing, and say about a value what its type does not
 #
 # Whoever reads the trace finds them. A program has none (``_ir/program``), and lowering drops them.
 

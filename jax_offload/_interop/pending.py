@@ -1,9 +1,9 @@
 """Gradients that wait in host memory for their update: ``pipelined(..., gradients="host")`` rewrites a step.
 
-The gradients of a step that is turned round live from one call to the next. On the host they take nothing of the device
-meanwhile: the backward pass stores them as it makes them, and the update loads each beside its state. For that, numbers
-that need all of them (their norm) are taken before they leave, and arithmetic with such numbers (clipping) is left for
-the update.
+The gradients of a step that is turned round live from one call to the next. In host memory they take no device memory
+meanwhile: the backward pass stores them as it makes them, and the update loads each beside its state. So numbers that
+need all of them (their norm) are computed before they leave, and arithmetic with such numbers (clipping) moves into the
+update.
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ _LATE = (ELEMENTWISE | {"broadcast_in_dim"}) - {"sharding_constraint", "reshard"
 
 
 def home_of(v: Var, carried: Mapping[Var, Any]) -> NamedSharding | None:
-    """How what waits is divided between devices: as its state, the carried array of that shape in the most parts.
+    """How a waiting value is divided between devices: like its state, the carried array of its shape in the most parts.
 
-    Left to XLA, the gradients of parameters that are divided wait whole on every device (jax 0.12, CPU). ``None`` where
-    the type tells, where nothing is divided, and where two arrays of that shape are divided in different ways.
+    XLA by itself would let the gradients of divided parameters wait whole on every device. ``None`` if the type tells
+    the sharding, if nothing is divided, or if two arrays of that shape are divided in different ways.
     """
     if not _is_large(v) or typed_sharding(v.aval) is not None:
         return None
@@ -94,7 +94,7 @@ def _on_host(program: Program, carried: Mapping[Var, Any]) -> Program:
 
 
 def _of_update(program: Program, number: int, carried: Mapping[Var, Any]) -> Program:
-    """The same for the gradients of one update, by its number in the program."""
+    """Let the gradients of one update wait in host memory. ``number``: its place among the program's updates."""
     at = [k for k, eqn in enumerate(program.eqns) if is_update(eqn)][number]
     before = program.eqns[:at]
     update = localised(program.eqns[at])
@@ -147,7 +147,7 @@ def _left_late(eqns: Sequence[Equation], gradients: Set[Var], carried: Set[Var])
 
 
 def _reading_again(eqns: Sequence[Equation], made: Iterable[Atom], stored: Mapping[Var, Var]) -> list[Equation]:
-    """The equations after an update. Those that need what it ``made`` load a gradient that they need once more."""
+    """Change the equations after an update: those that need what it ``made`` load their gradients again."""
     late, new = {*made}, Builder()
     for eqn in eqns:
         if late.isdisjoint(variables(eqn.invars)):
@@ -187,7 +187,7 @@ def _is_large(v: Var) -> bool:
 
 
 def _ahead(update: Update, gradients: Set[Var]) -> tuple[list[Equation], set[Var]]:
-    """The numbers in a localised update that need gradients and no state, and the equations that make them."""
+    """The equations of a localised update that make numbers from gradients and no state, and these numbers."""
     needs: dict[Var, Mask] = {v: _HOST for v in update.operands if is_host_aval(v.aval)}
     needs |= dict.fromkeys(gradients, _GRADIENT)
     summaries, scalars = set[Var](), set[Var]()

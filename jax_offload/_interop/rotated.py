@@ -1,4 +1,4 @@
-"""A step that is cut at its update and put together the other way round: what ``pipelined`` compiles, and returns."""
+"""Cut a step at its update and put the parts together the other way round: the programs behind ``pipelined``."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Rotated:
 
     Attributes:
       carried: the carried arguments, as types.
-      now, late: the numbers of the results beside those that are carried on, which need no update, and which do.
+      now, late: the numbers of the results that are not carried on and that need no update, and of those that do.
     """
 
     def __init__(

@@ -1,7 +1,7 @@
-"""An iteration of a scan apart from the others: the microbatch whose pass can host the update.
+"""Run one iteration of a scan by itself: the microbatch whose pass can host the update.
 
-The last, whose backward pass makes the sum of all gradients; or the first, whose forward pass is the first to read new
-parameters.
+This is the last one, whose backward pass completes the sum of all gradients, or the first one, whose forward pass is
+the first to read new parameters.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from jax_offload._ir.program import Program, replaced, traced_for
 
 
 def why_not_peeled(program: Program, at: int) -> str:
-    """Why equation ``at`` of ``program``, a scan, has no iteration apart; empty where it may."""
+    """Why no iteration of equation ``at`` of ``program``, a scan, can run by itself; empty if one can."""
     eqn = program.eqns[at]
     scan = scan_of(eqn)
     if scan is None or not scan.length:
@@ -32,7 +32,7 @@ def why_not_peeled(program: Program, at: int) -> str:
 
 
 def peeled(program: Program, at: int, *, first: bool = False) -> Program:
-    """``program``, its equation ``at`` a scan without its last iteration, or its first, which is inlined."""
+    """Take the last iteration, or the first, out of equation ``at`` of ``program``, a scan, and inline it."""
     eqn = program.eqns[at]
     scan = scan_of(eqn)
     assert scan is not None  # else there is a reason
@@ -47,7 +47,7 @@ def peeled(program: Program, at: int, *, first: bool = False) -> Program:
             produced = body(*consts, *carry, *x)
             return produced[: len(init)], produced[len(init) :]
 
-        # By their numbers: slices of the batches would be copies beside them.
+        # Rows are taken by number, because slices of the batches would be copies.
         def at(*args: Any) -> list[Any]:
             *given, k = args
             return body(*given, *(jax.lax.dynamic_index_in_dim(x, k, keepdims=False) for x in xs))
@@ -62,7 +62,7 @@ def peeled(program: Program, at: int, *, first: bool = False) -> Program:
         numbers = np.arange(scan.length, dtype=np.int32)[others]
         carry, ys = scan.run(at, consts, init, [numbers], scan.length - 1)
         if not first:
-            # Behind the others: its pass needs nothing of theirs, and would keep its activations beside them.
+            # It waits for the others: its pass needs nothing from them, and would keep its activations beside theirs.
             carry, y = one(*together((carry, mine)))
         pairs = ([row[None], rows] if in_front else [rows, row[None]] for rows, row in zip(ys, y, strict=True))
         return [*carry, *map(jnp.concatenate, pairs)]

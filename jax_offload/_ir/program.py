@@ -50,7 +50,7 @@ from jax_offload._ir.propagate import needed_for
 class Program:
     """A traced function with nested ``jit`` inlined: ``outputs`` from ``inputs`` (constants first) by ``eqns``.
 
-    ``shards`` says of inputs how they are divided between devices, as far as that is known; of a whole step also of
+    ``shards`` says how inputs are divided between devices, as far as that is known. For a whole step it also covers
     the next values of leaves.
     """
 
@@ -117,8 +117,9 @@ def flat(
 
     Args:
       step: the jaxpr.
-      any_jit: whether each ``jit`` is inlined, whatever it says of placement.
-      any_call: whether all are that run a jaxpr once, to be read and not to be run: checkpoints, derivatives, shards.
+      any_jit: whether each ``jit`` is inlined, whatever it says about placement.
+      any_call: whether every equation that runs a jaxpr once is inlined (checkpoints, derivatives, ``shard_map``), for
+        a program that is read and does not run.
       opens: whether a ``jax.checkpoint`` is inlined, behind the barrier that keeps recomputed values apart.
     """
     eqns: list[Equation] = []
@@ -154,7 +155,7 @@ def flat(
 
 
 def _kept_apart(eqn: Equation, ins: Sequence[Atom]) -> list[Var]:
-    """The operands of a ``jax.checkpoint`` that jax lowers it with behind a barrier."""
+    """The operands of a ``jax.checkpoint`` that jax puts behind a barrier when it lowers the equation."""
     said: bool | tuple[bool, ...] = eqn.params["prevent_cse"] if eqn.params["differentiated"] else False
     each = said if isinstance(said, tuple) else (said,) * len(ins)
     return [v for v, apart in zip(ins, each, strict=True) if apart and not isinstance(v, Literal)]
@@ -213,7 +214,7 @@ class Builder:
         return self.call(flat(jaxpr_of(fun, *(v.aval for v in operands))[0]), operands)
 
 
-# The results of what takes an equation's place, given the builder and the operands; ``None``: it stays.
+# Given the builder, an equation and its operands, the results that replace the equation's; ``None``: it stays.
 Rebuild = Callable[[Builder, Equation, list[Atom]], Sequence[Atom] | None]
 
 
@@ -360,8 +361,8 @@ def structure(jaxpr: Jaxpr, key_of: Callable[[Any], Hashable] | None = None) -> 
 
 
 def numbered() -> Callable[[Any], Hashable]:
-    """A function that gives equal objects one number, and hashes each once: a program's equations share theirs, and
-    jax takes as long for the hash of a type as for the rest of an equation here."""
+    """A function that gives equal objects one number, and hashes each object once. A program's equations share types
+    and parameters, and jax takes as long to hash a type as this takes for the rest of an equation."""
     indices: dict[Hashable, int] = {}
     known: dict[int, tuple[Any, int]] = {}  # with the object itself, so that nothing else gets its id
 

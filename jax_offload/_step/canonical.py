@@ -47,7 +47,7 @@ _MOST_UNROLLED = 256
 
 
 def canonical(program: Program) -> Program:
-    """Return the step's program in that form, with the same inputs and results."""
+    """Return the step's program in the one form, with the same inputs and results."""
     program = always_updating(dereferenced(program))
     for at in [k for k, eqn in enumerate(program.eqns) if eqn.primitive.name == "scan"][::-1]:
         program = _by_rows(program, at)
@@ -65,9 +65,9 @@ def dereferenced(program: Program, *, any_jit: bool = False) -> Program:
 
 
 def always_updating(program: Program) -> Program:
-    """Move updates out of branches that hold nothing dear beside them.
+    """Move updates out of branches that hold nothing costly beside them.
 
-    An update that goes on with another's state stays in its branch.
+    An update that continues from another update's state stays in its branch.
     """
     inputs = {*program.inputs}
 
@@ -79,7 +79,7 @@ def always_updating(program: Program) -> Program:
 
 
 def _unbranched(new: Builder, eqn: Equation, operands: list[Atom]) -> Sequence[Atom] | None:
-    """The results of a ``cond`` around updates, which run outside of it; ``None`` for any other equation."""
+    """Run the updates in a ``cond`` outside of it, and return its results; ``None`` for any other equation."""
     if eqn.primitive.name != "cond" or eqn.effects or not holds_update(eqn):
         return None
     branches = [rebuilt(flat(branch), _unbranched) for branch in branches_of(eqn)]
@@ -105,16 +105,16 @@ def _unbranched(new: Builder, eqn: Equation, operands: list[Atom]) -> Sequence[A
 
 
 def _is_only_made_by(eqn: Equation, xs: Sequence[Atom], unknown: Set[Var]) -> bool:
-    """Whether one of some values is made by an equation, and the others are known before it."""
+    """Whether an equation makes exactly one of some values, and the others are known before it runs."""
     return [v in eqn.outvars for v in variables(xs) if v in unknown] == [True]
 
 
 def _choosing(
     eqn: Equation, which: Atom, cases: Mapping[int, Sequence[Atom]], read: Set[Var]
 ) -> tuple[Equation, dict[int, Atom]]:
-    """An update that makes some choices between its results and other values, and what it makes of each.
+    """Let an update choose between its results and other values; return its equation, and the result of each choice.
 
-    ``read``: its own results that something reads.
+    ``read``: those of its own results that something else reads.
     """
     update = localised(eqn)
     inner = Builder([*update.program.eqns])
@@ -193,9 +193,9 @@ def _is_zeros(x: Atom, eqns: Any) -> bool:
 
 
 def _are_numbers_of_rows(program: Program, at: int, body: Program, starts: Sequence[Sequence[Atom]]) -> bool:
-    """Whether all of these, where rows begin in the body of a scan, are the iteration's number and then zeros.
+    """Whether all of these indices, where rows begin in the body of a scan, are the iteration's number and then zeros.
 
-    What they are made of is no argument of the step, so it is computed here.
+    They depend on no argument of the step, so they are computed here.
     """
     eqn = program.eqns[at]
     scan = scan_of(eqn)
@@ -230,7 +230,7 @@ def _over_rows(
     summed: Mapping[int, tuple[Equation, Equation]],
     eqn: Equation,
 ) -> Program:
-    """The scan, which reads the consts ``read`` by rows, and stacks the rows that the carries ``summed`` add up."""
+    """Build the scan that reads the consts ``read`` by rows and stacks the rows that the carries ``summed`` add up."""
     n, m = len(scan.consts), len(scan.init)
     rows = {k: Var(own[0].outvars[0].aval) for k, own in read.items()}
     new = Builder(names={each.outvars[0]: rows[k] for k, own in read.items() for each in own})

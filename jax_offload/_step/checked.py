@@ -1,4 +1,4 @@
-"""The check of what a step is rewritten to, before it runs.
+"""Check a rewritten step before it runs.
 
 A policy decides what runs where. If it leaves out an operand, or frees a buffer too early, the step that was written
 runs instead: a fault costs time, and never a crash or a number.

@@ -1,4 +1,4 @@
-"""A whole step with its updates inlined, and the values whose next values its results are."""
+"""Inline a step's updates, and find which result is the next value of which argument."""
 
 from __future__ import annotations
 
@@ -48,11 +48,11 @@ def _has_time(update: Update) -> bool:
 
 
 def _making_several(program: Program) -> set[int]:
-    """The blocks, by identity, that make gradients whose largest is at most half of all. Gradients are results that no
-    pass through the network needs, only an update, a norm, or the caller."""
+    """The identities of the blocks that make several gradients, none of them more than half of their bytes. Gradients
+    are results that no pass through the network needs, but only an update, a norm, or the caller."""
     needed, found = set[Var](), set[int]()
     for eqn in reversed(program.eqns):
-        if is_update(eqn):  # of its results a pass may be made, by which its gradients are none of it
+        if is_update(eqn):  # a pass may read its results, and its gradients still belong to no such pass
             continue
         gradients = [nbytes(v.aval) for v in eqn.outvars if v not in needed and not isinstance(v, DropVar)]
         if _is_apart(eqn) and gradients and 2 * max(gradients) <= sum(gradients):
@@ -177,8 +177,8 @@ def inlined(program: Program) -> Inlined | None:
 
 
 def _waiting(program: Program, next_of: Mapping[Var, Var]) -> dict[Var, Var]:
-    """Result that a step sends to the host -> the argument there whose rows it may be written over: one of its type
-    that is nobody's old value."""
+    """Map each result that a step sends to the host to the argument there that it may overwrite: one of its type that
+    is no other result's old value."""
     moved = {eqn.outvars[0] for eqn in program.eqns if eqn.primitive.name == "device_put"}
     results = [v for v in dict.fromkeys(variables(program.outputs)) if v in moved and is_host_aval(v.aval)]
     taken = {*next_of.values(), *variables(program.outputs)}

@@ -1,4 +1,4 @@
-"""A whole step, rewritten: updates run where their gradients are made."""
+"""Rewrite a whole step so that updates run where their gradients are made."""
 
 from __future__ import annotations
 
@@ -60,9 +60,9 @@ def rewritten(step: Callable[..., Any], drive: Drive | None = None) -> Callable[
 
     Args:
       step: a function; arguments of it that hold no traced value are static.
-      drive: returns what takes the place of the results where Python is to drive the step, or a part of its state is on
-        disk, which is no operand of any program: given its closed jaxpr, the structure of the results, and the numbers
-        and names of static arguments. ``None``: the step stays unchanged.
+      drive: called if Python is to drive the step, or a part of its state is on disk and so cannot be an operand of a
+        program, with the closed jaxpr, the structure of the results, and the numbers and names of static arguments;
+        returns the value that replaces the results. ``None``: the step stays unchanged.
     """
 
     @functools.wraps(step)
@@ -97,7 +97,7 @@ def _is_static(x: Any) -> bool:
 
 
 def is_driven(closed: ClosedJaxpr) -> bool:
-    """Whether Python is to drive a step: for one of its results the host's cores update, or files are read."""
+    """Whether Python is to drive a step, because one of its results needs the host's cores or files."""
 
     def driven(eqn: Equation) -> bool:
         return holds_driven_update(eqn) or holds(eqn, lambda each: each.primitive is READ)
@@ -106,7 +106,7 @@ def is_driven(closed: ClosedJaxpr) -> bool:
 
 
 def emitted(closed: ClosedJaxpr, args: Sequence[Any]) -> list[Any]:
-    """The step's results, of its flat arguments."""
+    """Emit the step into the current trace, and return its results for flat arguments."""
     program = flat(closed)
     lost = unreturned(program)
     if lost is not None and not lost.meant:
@@ -135,7 +135,7 @@ def emitted(closed: ClosedJaxpr, args: Sequence[Any]) -> list[Any]:
 
 
 def _traced(found: Parts, args: Sequence[Any]) -> list[Any]:
-    """The results of the parts, traced and checked by themselves first: a step that fails leaves nothing behind."""
+    """Run the parts. They are traced and checked by themselves first, so that a failure leaves nothing in the trace."""
     traced, _ = jaxpr_of(lambda *args: _in_parts(found, args), *args)
     return jax_fun(traced)(*args)
 
@@ -228,7 +228,7 @@ def _saying(closed: ClosedJaxpr, why: tuple[str, ...], but: Set[int] = frozenset
 
 
 def _by_step(closed: ClosedJaxpr, program: Program) -> ClosedJaxpr | None:
-    """A step whose only update stands in a loop over steps or in a ``shard_map``, inside which is a step of its own."""
+    """Rewrite the body of a loop over steps, or of a ``shard_map``, that holds a step's only update, as a step."""
     holding = [eqn for eqn in program.eqns if holds_update(eqn)]
     if len(holding) != 1 or closed.effects:
         return None
@@ -244,18 +244,18 @@ def _by_step(closed: ClosedJaxpr, program: Program) -> ClosedJaxpr | None:
 
 
 def _varies_behind_barriers(eqn: Equation) -> bool:
-    """Whether all that a barrier in a ``shard_map`` returns varies over its axes, as jax 0.10 has it."""
+    """Whether jax lets everything that a barrier in a ``shard_map`` returns vary over its axes, as jax 0.10 does."""
     return eqn.params["check_vma"] and jax.__version_info__ < (0, 11)
 
 
 def _steps(scan: Scan, *operands: Any) -> list[Any]:
-    """A loop over steps, each emitted for itself."""
+    """Run a loop over steps, and emit each step by itself."""
     carry, ys = scan.run(lambda *args: emitted(scan.body, args), *scan.parted(operands))
     return [*carry, *ys]
 
 
 def _why_not(closed: ClosedJaxpr, plain: Program) -> tuple[str, ...]:
-    """Why no update of an unchanged step moves."""
+    """Why no update moves in a step that stays unchanged."""
     inside = [eqn for eqn in plain.eqns if not is_update(eqn) and holds_update(eqn)]
     updates = [eqn for eqn in plain.eqns if is_update(eqn)]
     if (updates or inside) and (names := ordered(closed.effects)):
