@@ -145,7 +145,10 @@ def flat(
                 scope = dict(zip([*inner.jaxpr.constvars, *inner.jaxpr.invars], [*consts_here, *ins], strict=True))
                 own.names.update(zip(eqn.outvars, walk(inner.jaxpr, scope, True), strict=True))
                 continue
-            (own.copy if nested else own.put)(eqn)
+            if nested:
+                own.copy(eqn)
+            else:
+                own.put(eqn, ins)
             if len(ins) > 1 and eqn.primitive.name == "device_put":
                 eqns.extend(_leaf_by_leaf(eqns.pop()))
         return own.read(jaxpr.outvars)
@@ -183,11 +186,12 @@ class Builder:
 
     def read(self, atoms: Iterable[Atom]) -> list[Atom]:
         """The values that stand for these."""
-        return [renamed(self.names, v) for v in atoms]
+        names = self.names
+        return [v if isinstance(v, Literal) else names.get(v, v) for v in atoms] if names else [*atoms]
 
-    def put(self, eqn: Equation) -> None:
-        """Append an equation, which makes the variables that it makes anyway."""
-        ins = self.read(eqn.invars) if self.names else eqn.invars
+    def put(self, eqn: Equation, operands: list[Atom] | None = None) -> None:
+        """Append an equation, which keeps its results. ``operands``: the values that stand for its operands."""
+        ins = self.read(eqn.invars) if operands is None else operands
         self.eqns.append(eqn if all(map(operator.is_, ins, eqn.invars)) else eqn.replace(invars=ins))
 
     def copy(self, *eqns: Equation, results: Mapping[Var, Var] = MappingProxyType({})) -> list[Equation]:
@@ -222,8 +226,8 @@ def rebuilt(program: Program, rebuild: Rebuild) -> Program:
     """Return a program in which other equations take the place of some."""
     new = Builder()
     for eqn in program.eqns:
-        if (results := rebuild(new, eqn, new.read(eqn.invars))) is None:
-            new.put(eqn)
+        if (results := rebuild(new, eqn, operands := new.read(eqn.invars))) is None:
+            new.put(eqn, operands)
         else:
             new.names.update(zip(eqn.outvars, results, strict=True))
     return dataclasses.replace(program, eqns=new.eqns, outputs=new.read(program.outputs))
