@@ -76,7 +76,7 @@ def _is_apart(eqn: Equation) -> bool:
 def localised(eqn: Equation) -> Update:
     """Return the update of an equation in the step's variables: its operands and its results are the equation's."""
     update: Update = eqn.params["update"]
-    recipe = update.program
+    recipe, operands = update.program, update.operands
     new = Builder(names=dict(zip(recipe.inputs, eqn.invars, strict=True)))
     results = zip(variables(recipe.outputs), eqn.outvars, strict=True)
     new.copy(*recipe.eqns, results={v: x for v, x in results if not isinstance(x, DropVar)})
@@ -87,14 +87,14 @@ def localised(eqn: Equation) -> Update:
     def by_variable(known: Mapping[Var, T]) -> dict[Var, T]:
         return {x: fact for v, fact in known.items() if isinstance(x := new.names.get(v), Var)}
 
-    inputs = list(dict.fromkeys(variables(new.read(recipe.inputs))))
-    gradients = dict.fromkeys(variables(new.read(update.operands[i] for i in update.gradients)))
+    inputs = {v: k for k, v in enumerate(dict.fromkeys(variables(new.read(recipe.inputs))))}
+    gradients = dict.fromkeys(variables(new.read(operands[i] for i in update.gradients)))
     olds = by_variable({v: new.names.get(old) for v, old in update.next_values.items()})
     program = dataclasses.replace(
-        recipe, inputs=inputs, outputs=new.read(recipe.outputs), eqns=new.eqns, shards=by_variable(recipe.shards)
+        recipe, inputs=[*inputs], outputs=new.read(recipe.outputs), eqns=new.eqns, shards=by_variable(recipe.shards)
     )
     return dataclasses.replace(
-        update.replanned(program, tuple(map(inputs.index, gradients))),
+        update.replanned(program, tuple(inputs[v] for v in gradients)),
         names=by_variable(update.names),
         rank=by_variable(update.rank),
         next_values={v: old for v, old in olds.items() if isinstance(old, Var)},
@@ -111,11 +111,11 @@ def consisting_of(update: Update, eqns: Sequence[Equation], wanted: Set[Var]) ->
     """Return an update that consists of some equations, and makes those of their results that are wanted."""
     recipe, defined = update.program, {v for eqn in eqns for v in eqn.outvars}
     read = dict.fromkeys(v for eqn in eqns for v in variables(eqn.invars) if v not in defined)
-    inputs = [*dict.fromkeys([*(v for v in recipe.inputs if v in read), *read])]
+    inputs = {v: k for k, v in enumerate(dict.fromkeys([*(v for v in recipe.inputs if v in read), *read]))}
     outputs: list[Atom] = [v for eqn in eqns for v in eqn.outvars if v in wanted]
-    program = dataclasses.replace(recipe, inputs=inputs, outputs=outputs, eqns=list(eqns), consts=[])
-    gradients = (v for i in update.gradients if (v := update.operands[i]) in read)
-    return update.replanned(program, tuple(map(inputs.index, gradients)))
+    program = dataclasses.replace(recipe, inputs=[*inputs], outputs=outputs, eqns=list(eqns), consts=[])
+    operands = update.operands
+    return update.replanned(program, tuple(inputs[v] for i in update.gradients if (v := operands[i]) in inputs))
 
 
 def equation_of(update: Update, like: Equation) -> Equation:
@@ -145,7 +145,7 @@ class Inlined:
     @property
     def gradients(self) -> list[Var]:
         """The gradients of all updates."""
-        return [update.operands[i] for update in self.updates for i in update.gradients]
+        return [v for update in self.updates for v in map(update.operands.__getitem__, update.gradients)]
 
     @property
     def names(self) -> dict[Var, str]:
