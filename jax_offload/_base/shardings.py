@@ -72,11 +72,6 @@ def devices_of(x: Any) -> int:
     return math.prod(size for size, kind in sizes if kind != AxisType.Manual)
 
 
-def varying_over(x: Any) -> Any:
-    """Over which axes a value differs between devices, inside ``shard_map``; something to compare."""
-    return manual_axes_of(x)
-
-
 def varies(aval: Any) -> bool:
     """Whether a value of a type differs between devices, inside ``shard_map``."""
     return manual_axes_of(aval) != manual_axes_of(ShapedArray((), np.dtype(np.float32)))

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import jax
 from jax.sharding import NamedSharding
 
-from jax_offload._base.jaxprs import MATMULS, Atom, Equation, Literal, Var, as_array, holds, jaxpr_of, variables
+from jax_offload._base.jaxprs import MATMULS, Equation, Var, holds, jaxpr_of, values_of, variables
 from jax_offload._base.memory import HOST_KIND, abstract, in_its_memory, is_host_aval, with_kind
 from jax_offload._base.shardings import constrained, typed_sharding
 from jax_offload._emit.find import holds_update, is_update
@@ -183,7 +183,7 @@ class Rotated:
         _run(self._cut, env, 0)
         env |= {v: constrained(env[v], home) for v, home in self._homes.items()}
         produced, given = ({name: env[v] for v, name in keys.items()} for keys in self._keys[1:])
-        return produced, given, [_value(env, program.outputs[k]) for k in self.now]
+        return produced, given, values_of(env, [program.outputs[k] for k in self.now])
 
     def _after(self, *kept: Values) -> tuple[list[Any], list[Any]]:
         program = self._cut.program
@@ -192,7 +192,7 @@ class Rotated:
             env |= {v: values[name] for v, name in keys.items()}
         _run(self._cut, env, 1)
         _run(self._cut, env, 2)
-        return [_value(env, v) for v in self._results], [_value(env, program.outputs[k]) for k in self.late]
+        return values_of(env, self._results), values_of(env, [program.outputs[k] for k in self.late])
 
     def _current(self, own: Values, produced: Values, given: Values, place: int, attribute: str | None) -> Any:
         leaves = map(constrained, self._after(own, produced, given)[0], self._places)
@@ -281,10 +281,6 @@ def _multiplies(eqn: Equation, *, in_updates: bool = True) -> bool:
 def _run(cut: Cut, env: dict[Var, Any], part: int) -> None:
     s = cut.parts[part]
     env.update(zip(s.outputs, s.run(*(env[v] for v in s.inputs)), strict=True))
-
-
-def _value(env: Mapping[Var, Any], v: Atom) -> Any:
-    return as_array(v) if isinstance(v, Literal) else env[v]
 
 
 class Aux(NamedTuple):
