@@ -52,7 +52,6 @@ class EquationContext(Protocol):
 if TYPE_CHECKING:
     # jax's classes, as far as they are the same in every supported version. jax's own annotations say less of values
     # (see Aval), and in 0.12 they no longer tell an open jaxpr from a closed one, which in 0.10 are two classes.
-    # tests/unit/test_jaxpr_types.py holds what stands here against the classes.
 
     class Var:
         aval: Aval

@@ -40,7 +40,8 @@ def unreturned(program: Program) -> Unreturned | None:
         return None
     outputs = {*variables(program.outputs)}
     _, used = needed_for(program.eqns, outputs)
-    results = made_of(program.eqns, holds_update) & outputs
+    updating = {id(eqn) for eqn in holding}
+    results = made_of(program.eqns, lambda eqn: id(eqn) in updating) & outputs
     if not results:
         return Unreturned("nothing that the step returns is made by its update")
     handed_on = outputs & {*program.inputs}

@@ -37,7 +37,7 @@ from jax_offload._base.jaxprs import (
 from jax_offload._base.memory import is_host_aval, on_host
 from jax_offload._base.on_disk import READ, is_on_disk
 from jax_offload._emit.chunks import or_batched
-from jax_offload._emit.find import holds_driven_update, holds_update, is_update
+from jax_offload._emit.find import holds_update, is_update
 from jax_offload._emit.hoisted import one_after_the_other, scanned
 from jax_offload._emit.region import Update, bound, marked
 from jax_offload._emit.rows import Names
@@ -98,11 +98,14 @@ def _is_static(x: Any) -> bool:
 
 def is_driven(closed: ClosedJaxpr) -> bool:
     """Whether Python is to drive a step, because one of its results needs the host's cores or files."""
+    return any(map(_holds_driven, closed.jaxpr.eqns)) and any(
+        map(_holds_driven, without_dead_code(closed.jaxpr)[0].eqns)
+    )
 
-    def driven(eqn: Equation) -> bool:
-        return holds_driven_update(eqn) or holds(eqn, lambda each: each.primitive is READ)
 
-    return any(map(driven, closed.jaxpr.eqns)) and any(map(driven, without_dead_code(closed.jaxpr)[0].eqns))
+def _holds_driven(eqn: Equation) -> bool:
+    """Whether an equation is or holds an update that Python drives, or the read of a leaf from disk."""
+    return holds(eqn, lambda each: each.primitive is READ or (is_update(each) and each.params["update"].driven))
 
 
 def emitted(closed: ClosedJaxpr, args: Sequence[Any]) -> list[Any]:
@@ -115,7 +118,7 @@ def emitted(closed: ClosedJaxpr, args: Sequence[Any]) -> list[Any]:
             "the new state, as in `params, state = jo.update_params(tx, grads, state, params)`.",
             stacklevel=2,
         )
-    if any(map(holds_driven_update, program.eqns)) or any(eqn.primitive is READ for eqn in program.eqns):
+    if any(map(_holds_driven, program.eqns)):
         return _as_it_is(closed, (_cut_at(program),), args)
     if lost is not None:
         return _as_it_is(closed, (lost.why,), args)
