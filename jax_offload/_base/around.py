@@ -41,7 +41,7 @@ class Around:
     """Facts about a trace that its arguments do not show.
 
     Attributes:
-      shardings: of the parameters, by path; ``None``: only what their types tell.
+      shardings: the parameters' shardings by path; ``None``: only their types tell them.
       runs: whether the traced function is going to run, as far as an ``offload`` can know.
       remembers: whether the parameters' shardings are remembered.
       within_offload: whether an ``offload`` traces its inner optimizer.
@@ -91,7 +91,7 @@ def within_offload() -> contextlib.AbstractContextManager[None]:
 
 
 def check_not_within_offload() -> None:
-    """Raises ``TypeError`` where one ``offload`` stands somewhere inside another."""
+    """Raise ``TypeError`` if one ``offload`` stands somewhere inside another."""
     if _AROUND.get().within_offload:
         raise TypeError(NESTED)
 
@@ -112,14 +112,15 @@ def without_sharding(params: Any, shardings: Shardings) -> frozenset[str]:
 
 
 class Remembered:
-    """The parameters' shardings that one ``offload`` remembers: those that they had in eager ``init``, and wherever
-    the state's were asked for. A trace with Auto axes does not tell them. ``placement`` shows where they decided."""
+    """The parameters' shardings that one ``offload`` remembers: those in eager ``init``, and those given wherever the
+    state's shardings were asked for. A trace with Auto axes does not tell them. ``placement`` shows where they decided.
+    """
 
     def __init__(self) -> None:
         self._shardings: dict[str, list[Sharding]] = {}
 
     def remember(self, shardings: Shardings) -> None:
-        """Add the shardings of an ``init``'s parameters. Types carry their own, in every trace."""
+        """Add the shardings of an ``init``'s parameters. A sharding that types carry replaces those known before."""
         for path, sharding in shardings.items() if _AROUND.get().remembers else ():
             mesh = sharding.mesh if isinstance(sharding, NamedSharding) else None
             typed = isinstance(mesh, AbstractMesh) and bool(mesh.explicit_axes)
@@ -128,11 +129,11 @@ class Remembered:
                 known.append(sharding)
 
     def of(self, path: str) -> Sequence[Sharding]:
-        """All that this parameter was in."""
+        """All shardings that this parameter has had."""
         return self._shardings.get(path, ())
 
     def unambiguous(self, params: Any) -> Shardings:
-        """The shardings of the parameters that had only one: a trace may be about any of several."""
+        """The shardings of the parameters that have had only one; with several, a trace may be about any of them."""
         paths = [key_of(path) for path, _ in jax.tree_util.tree_flatten_with_path(params)[0]]
         return {path: found[0] for path in paths if len(found := self._shardings.get(path, ())) == 1}
 
@@ -157,7 +158,9 @@ def compiled_where_eager(like: Callable[..., Any]) -> Callable[[Callable[..., An
     """
 
     def decorate(fun: Callable[..., Any]) -> Callable[..., Any]:
-        like.__qualname__ = fun.__qualname__  # it is called first, so a missing argument is an error of its
+        like.__qualname__ = (
+            fun.__qualname__
+        )  # it is called first, and its name is in the error about a missing argument
 
         @functools.partial(jax.jit, static_argnums=(0, 1, 2))
         def run(treedef: Any, given: tuple[_Static | None, ...], shardings: tuple[Any, ...], arrays: list[Any]) -> Any:

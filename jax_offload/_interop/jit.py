@@ -1,4 +1,4 @@
-"""``jax.jit`` for a whole training step; a step with an update by the host's cores, or a state on disk, is driven."""
+"""``jax.jit`` for a whole training step. Python drives a step whose state is on disk or updated by the host's cores."""
 
 from __future__ import annotations
 
@@ -185,7 +185,7 @@ def _renamed(arrays: list[jax.Array]) -> list[jax.Array]:
 
 
 def _put(tree: Any, places: Any) -> Any:
-    """A tree where a prefix of shardings says; ``None`` says nothing."""
+    """Put a tree where a prefix tree of shardings says; ``None`` leaves a part where it is."""
     broadcast = jax.tree.broadcast(places, tree, is_leaf=lambda x: x is None)
     leaves, treedef = jax.tree.flatten(tree)
     where = jax.tree.leaves(broadcast, is_leaf=lambda x: x is None)
@@ -270,7 +270,7 @@ class Jitted:
         return first, second
 
     def _outermost(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """The one of the two programs that a step needs, as the first trace of its function tells."""
+        """The one of the two programs that a step needs, decided by the first trace of its function."""
         if jax.config.jax_disable_jit:  # pyright: ignore[reportAttributeAccessIssue]
             return self._programs[0]  # the function itself runs, which may not be traceable
         if self._called.in_scan is None:
@@ -357,8 +357,8 @@ def _donated(fun: Callable[..., Any], options: dict[str, Any], args: Any, kwargs
 
 
 def _warn_of_uncommitted(carried: dict[str, Any]) -> None:
-    """Warns where parameters that nobody has placed stand beside a state in host memory: eager ``init`` does, and a
-    traced one cannot. Counts, of rank 0, are left: optax and flax make them so."""
+    """Warn if parameters that nobody has placed stand beside a state in host memory: eager ``init`` warns too, and a
+    traced one cannot. Arrays of rank 0 are excluded, because optax and flax make their counts so."""
     flat = jax.tree_util.tree_flatten_with_path(carried)[0]
     if mesh_is_set() or not any(isinstance(x, jax.Array) and on_host(x) for _, x in flat):
         return
