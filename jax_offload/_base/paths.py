@@ -1,7 +1,7 @@
 """Paths of parameters, as users write them, and the parameter that a state leaf belongs to.
 
 Paths leave out the boxes that flax puts around parameters (``nn.Partitioned``, ``nnx.Param``). A box is a node with
-one leaf, ``.value``. ``nnx.Optimizer`` gives ``init`` parameters in boxes and ``update`` bare ones, and a path or a rule
+one leaf, ``.value``. ``nnx.Optimizer`` gives ``init`` parameters in boxes and ``update`` bare ones. A path or a rule
 must mean the same in both.
 """
 
