@@ -9,7 +9,6 @@ from collections.abc import Iterable, Mapping, Sequence, Set
 from jax_offload._base.jaxprs import Equation, Var, located, scan_of, variables
 from jax_offload._emit.find import is_update
 from jax_offload._emit.region import Update
-from jax_offload._ir.peel import peeled, why_not_peeled
 from jax_offload._ir.primitives import ELEMENTWISE
 from jax_offload._ir.program import Program
 from jax_offload._ir.propagate import Mask, Node, forward, needed, topological, union
@@ -17,7 +16,7 @@ from jax_offload._ir.slices import slice_of
 from jax_offload._plan.gates import Gate, Piece, in_turn, interleaved
 from jax_offload._plan.hoist import MICROBATCHES, CannotHoist, Hoist
 from jax_offload._plan.in_scan import InScan, in_scan
-from jax_offload._step.canonical import canonical
+from jax_offload._step.canonical import canonical, peeled, why_not_peeled
 from jax_offload._step.inlined import Inlined, consisting_of, inlined, opened
 
 IN_A_SHARD_MAP = "its gradients are made inside a shard_map; call the update inside the same shard_map"
