@@ -41,13 +41,6 @@ class Parts:
     stays: tuple[str, ...]
     sums_up: tuple[Equation, ...] = ()
 
-    def saying_of_microbatches(self, why: str) -> Parts:
-        """The same step, with the reason why the last microbatch does not host the update."""
-        if not why:
-            return self
-        stays = (f"{MICROBATCHES}: {why}" if each.startswith(MICROBATCHES) else each for each in self.stays)
-        return dataclasses.replace(self, stays=tuple(stays))
-
 
 def parts_of(plain: Program) -> Parts | None:
     """Take a step's program apart; ``None`` if it has no update.
@@ -75,7 +68,9 @@ def parts_of(plain: Program) -> Parts | None:
                 return decided
             whys += decided.stays
         whys += [why] if why else []
-    return parts.saying_of_microbatches("; ".join(dict.fromkeys(whys)))
+    why = "; ".join(dict.fromkeys(whys))  # the last microbatch does not host the update
+    stays = (f"{MICROBATCHES}: {why}" if why and each.startswith(MICROBATCHES) else each for each in parts.stays)
+    return dataclasses.replace(parts, stays=tuple(stays))
 
 
 def _reading_updated(plain: Program) -> list[int]:
