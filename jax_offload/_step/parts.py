@@ -14,8 +14,8 @@ from jax_offload._ir.program import Program
 from jax_offload._ir.propagate import Mask, Node, forward, needed, topological, union
 from jax_offload._ir.slices import slice_of
 from jax_offload._plan.gates import Gate, Piece, in_turn, interleaved
-from jax_offload._plan.hoist import MICROBATCHES, CannotHoist, Hoist
-from jax_offload._plan.in_scan import InScan, in_scan
+from jax_offload._plan.hoist import MICROBATCHES, Hoist
+from jax_offload._plan.in_scan import CannotHoist, InScan
 from jax_offload._step.canonical import canonical, peeled, why_not_peeled
 from jax_offload._step.inlined import Inlined, consisting_of, inlined, opened
 
@@ -88,28 +88,25 @@ def _reading_updated(plain: Program) -> list[int]:
 def _decided(found: Inlined, apart: bool = False) -> Parts:
     """Decide where the update runs. ``apart``: whether an iteration runs apart, and continues the sums."""
     step, plans, moved = found, dict[int, InScan](), set[int]()
-    scans = [
-        (at, scan) for at, eqn in enumerate(step.program.eqns) if (scan := scan_of(eqn)) is not None and scan.length
-    ]
+    scans = [at for at, eqn in enumerate(step.program.eqns) if (scan := scan_of(eqn)) is not None and scan.length]
     stay_behind, stay_ahead, summing = dict[int, list[str]](), list[str](), list[int]()
-    for at, scan in reversed(scans):
+    for at in reversed(scans):
         hoist = Hoist(step.program, at, step.next_of, step.waiting, claimed=moved)
-        moves = hoist.behind()
-        stay_behind[at] = moves.why
-        if not moves.moves and not apart and (how := hoist.sums_up(step.gradients)):
-            moves.why.append(how)
+        plan, stay_behind[at] = hoist.behind()
+        if plan is not None:
+            plans[at] = plan
+            moved |= plan.eqns
+        elif not apart and (how := hoist.sums_up(step.gradients)):
+            stay_behind[at].append(how)
             summing.append(at)
-        if moves.moves:
-            plans[at] = in_scan(step.program, scan, moves, ahead=False)
-            moved |= moves.eqns
-    for at, scan in scans:
+    for at in scans:
         if at not in plans and id(step.program.eqns[at]) not in moved:
             read = {v for plan in plans.values() for v in plan.operands}
-            moves = Hoist(step.program, at, step.next_of, claimed=moved, own={*step.own}, read=read).ahead()
-            stay_ahead += moves.why
-            if moves.moves:
-                plans[at] = in_scan(step.program, scan, moves, ahead=True)
-                moved |= moves.eqns
+            plan, why = Hoist(step.program, at, step.next_of, claimed=moved, own={*step.own}, read=read).ahead()
+            stay_ahead += why
+            if plan is not None:
+                plans[at] = plan
+                moved |= plan.eqns
     awaited = _awaited(step, stay_behind, moved)
     stays = [*(why for at in stay_behind if at in awaited for why in stay_behind[at]), *stay_ahead]
     parts, why = _parts(step, plans, moved)

@@ -38,7 +38,7 @@ from jax_offload._base.memory import is_host_aval, on_host
 from jax_offload._base.on_disk import READ, is_on_disk
 from jax_offload._emit.chunks import or_batched
 from jax_offload._emit.find import holds_update, is_update
-from jax_offload._emit.hoisted import one_after_the_other, scanned
+from jax_offload._emit.hoisted import scanned
 from jax_offload._emit.region import Update, bound, marked
 from jax_offload._emit.rows import Names
 from jax_offload._emit.run import functions
@@ -175,9 +175,13 @@ def _run(part: Node, operands: Sequence[Any], names: Names, stays: tuple[str, ..
         return [produced[v] for v in part.makes]
 
     if isinstance(this, InScan):
-        run = or_batched(
-            lambda *xs: made(scanned(this, named(xs), names)), lambda *xs: made(one_after_the_other(this, named(xs)))
-        )
+        as_written = this.as_written
+
+        def one_by_one(*xs: Any) -> list[Any]:
+            given = named(xs)
+            return as_written.run(*(given[v] for v in as_written.inputs))
+
+        run = or_batched(lambda *xs: made(scanned(this, named(xs), names)), one_by_one)
         return marked(lambda xs: run(*xs), operands, this)
     if isinstance(this, Update):
         return bound(dataclasses.replace(this, stays=stays), operands)
