@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from jax.sharding import AxisType, NamedSharding
 
 from jax_offload._base.arrays import nbytes
-from jax_offload._base.jaxprs import Atom, Equation, Var, variables
+from jax_offload._base.jaxprs import Equation, Var, variables
 from jax_offload._base.memory import DEVICE_KIND, is_host_aval, to_device, to_host
 from jax_offload._base.shardings import constrained, same_sharding, shards_of, typed_sharding
 from jax_offload._emit.find import holds_update, is_update
@@ -127,7 +127,7 @@ def _of_update(program: Program, number: int, carried: Mapping[Var, Any]) -> Pro
         rank={**update.rank, **{x: last + k for k, x in enumerate(stored.values())}},  # the state beside them decides
     )
     storing = [each for eqns in stores.values() for each in eqns]
-    after = _reading_again(program.eqns[at + 1 :], {*rest.program.outputs}, stored)
+    after = _reading_again(program.eqns[at + 1 :], variables(rest.program.outputs), stored)
     eqns = [*before, *ahead, *storing, equation_of(rest, program.eqns[at]), *after]
     return dataclasses.replace(program, eqns=eqns)
 
@@ -146,7 +146,7 @@ def _left_late(eqns: Sequence[Equation], gradients: Set[Var], carried: Set[Var])
     return late, sources
 
 
-def _reading_again(eqns: Sequence[Equation], made: Iterable[Atom], stored: Mapping[Var, Var]) -> list[Equation]:
+def _reading_again(eqns: Sequence[Equation], made: Iterable[Var], stored: Mapping[Var, Var]) -> list[Equation]:
     """Change the equations after an update: those that need what it ``made`` load their gradients again."""
     late, new = {*made}, Builder()
     for eqn in eqns:
