@@ -17,7 +17,7 @@ import numpy as np
 from jax.sharding import SingleDeviceSharding
 
 from jax_offload._base.memory import DEVICE_KIND, HOST_KIND, Space, check_platform
-from jax_offload._interop.xla_options import compiler_options
+from jax_offload._interop.jit import compiler_options
 
 _FILE = Path(__file__).with_name("chips.toml")
 _PLATFORMS = ("cuda", "tpu")

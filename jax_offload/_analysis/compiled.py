@@ -31,10 +31,9 @@ from jax_offload._drive.run import Driven
 from jax_offload._drive.stages import BEFORE
 from jax_offload._emit.find import holds_driven_update, kept_on_host, updates_in
 from jax_offload._emit.region import Update
-from jax_offload._interop.jit import Jitted
-from jax_offload._interop.matching import names_of
+from jax_offload._interop.jit import Jitted, compiler_options, options_for_sending
 from jax_offload._interop.pipelined import Pipelined
-from jax_offload._interop.xla_options import compiler_options, options_for_sending
+from jax_offload._interop.rotated import names_of
 from jax_offload._report.callables import jitted, opened
 from jax_offload._report.report import traced
 

@@ -45,7 +45,8 @@ from jax_offload._drive.segments import in_segments
 from jax_offload._drive.stages import BEFORE, GROUP, Staged, Task, staged, tasks_of
 from jax_offload._emit.find import holds_driven_update
 from jax_offload._ir.program import flat, numbered, structure
-from jax_offload._step.checked import Runs, check_order, tell
+from jax_offload._ir.propagate import Node
+from jax_offload._step.checked import check_order, tell
 from jax_offload._step.cut import cut_step, unguarded
 
 Jit = Callable[..., Any]
@@ -107,7 +108,9 @@ class Driven:
             found = found.with_one_slice_first
             found = in_segments(found) if segments and self._may_be_cut(found) else found
             tasks = tasks_of(found, free)
-            parts = [Runs(task.inputs, [*task.outputs, *task.down, *task.up], {*task.over}) for task in tasks]
+            parts = [
+                Node(task, task.inputs, [*task.outputs, *task.down, *task.up], takes={*task.over}) for task in tasks
+            ]
             check_order(parts, [*found.inputs, *(w for v in found.parts for w, _ in found.parts[v])], found.results)
             return found, tasks
         except Exception as fault:
