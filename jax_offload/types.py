@@ -4,6 +4,7 @@ import typing as _typing
 from importlib import import_module as _import_module
 
 from jax_offload._disk.disk import Disk as Disk
+from jax_offload._interop.pipelined import Pipelined as Pipelined
 from jax_offload._placement.placement import Leaf as Leaf
 from jax_offload._precision.storage import StoredState as StoredState
 from jax_offload._report.printed import Placement as Placement
@@ -31,6 +32,7 @@ __all__ = [
     "Disk",
     "Inspection",
     "Leaf",
+    "Pipelined",
     "Placement",
     "Plan",
     "Profile",
