@@ -154,6 +154,11 @@ FEATURES = {
     "shardings of the results": Feature(
         plain, options={"out_shardings": (jax.sharding.SingleDeviceSharding(jax.devices()[0]), None)}
     ),
+    "an argument without use": Feature(
+        lambda tx, p, s, x, a: plain(tx, p, s, x),
+        ((x_of(0), jnp.ones(3)),),
+        {"donate_argnums": (0, 1), "keep_unused": True},
+    ),
     "precision": Feature(plain, around=(None, functools.partial(jax.default_matmul_precision, "highest"), None)),
 }
 

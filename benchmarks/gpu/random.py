@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 
-from tests.support.random_steps import MODES, Refused, allowed, differences, odd, recipe, reference
+from tests.support.random_steps import Refused, differences, odd, reference, variants
 
 ALONE, TIMED = False, False
 SEEDS, TOY = range(400), range(2)
@@ -20,9 +20,8 @@ def cases(toy: bool) -> list[str]:
 
 def run(name: str, toy: bool, programs: Path | None = None) -> dict[str, Any]:
     seed = int(name.split()[1])
-    r = recipe(seed) | ONE_DEVICE
-    modes = [mode for mode in MODES if allowed(r, mode)]
-    mode = modes[seed % len(modes)]
+    [(r, mode)] = variants(seed, 1)
+    r |= ONE_DEVICE
     with jax.default_matmul_precision("highest"):
         want = reference(r)
         if isinstance(want, Exception):

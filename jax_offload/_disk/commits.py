@@ -8,6 +8,7 @@ prepared. So each process has one or two commits, they have one in common, and t
 from __future__ import annotations
 
 import operator
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -121,8 +122,14 @@ def _whole(do: Callable[[], None]) -> KeyboardInterrupt | None:
     return None
 
 
-def check_shared(leaves: Sequence[Place]) -> None:
-    """Raise ``ValueError`` where a leaf is not on devices of all processes."""
+def check_leaves(leaves: Sequence[Place]) -> None:
+    """Raise ``ValueError`` where two leaves have one name, or a leaf is not on devices of all processes."""
+    name, times = Counter(leaf.name for leaf in leaves).most_common(1)[0] if leaves else ("", 1)
+    if times > 1:
+        raise ValueError(
+            f"disk: {times} leaves of the state have the path {name}, and files find a leaf by its path. Fix: give the "
+            "children of each pytree node keys of their own (jax.tree_util.register_pytree_with_keys)."
+        )
     everyone = {*range(jax.process_count())}
     for leaf in leaves:
         if (on := {d.process_index for d in leaf.on_its_way.device_set}) != everyone:

@@ -189,7 +189,7 @@ class Disk:
                 f"disk: {self!r} holds a state already. Fix: one jo.disk(...) for each offload and each run; "
                 "disk.resume(target) goes on with the state of the last commit."
             )
-        commits.check_shared(leaves)
+        commits.check_leaves(leaves)
         entries = [entry for leaf in leaves for entry in entries_of(leaf)]
         self._began(commits.create(self.directory, entries, self.files))
         try:

@@ -301,10 +301,12 @@ class Jitted:
             self._was_called = True
             _warn_of_uncommitted(_donated(self.__wrapped__, self._options, args, kwargs))
         jitted = self._outermost(args, kwargs)
-        result = jitted(*args, **kwargs)
+        # The program of a driven step is empty, and would be given every argument: only its trace is asked for.
+        keeps = self._options.get("keep_unused")
+        result = jitted.trace(*args, **kwargs).out_info if keeps else jitted(*args, **kwargs)
         undone = Undone.found_in(result)
         if undone is None:
-            return result
+            return jitted(*args, **kwargs) if keeps else result
         if undone.is_traced(args, kwargs):  # under vmap, or a derivative
             return self._inner(*args, **kwargs)
         return undone.run(jitted, self._options, self._compiling_parts(), args, kwargs)

@@ -83,3 +83,21 @@ def test_another_batch_shape_and_one_compile_of_each(caplog):
     assert compiled.count("train") == 3  # 4 then 8, 8 then 8, 8 then 4
     np.testing.assert_allclose(now(returned), losses, rtol=0, atol=1e-5)
     assert_close(train.finish(carry)[0], wanted[-1][0], 1e-5)
+
+
+def test_settings_of_jax_make_another_program():
+    tx = offloaded()
+    seen = []
+
+    def step(params, state, batch):
+        seen.append(jax.config.jax_default_matmul_precision)
+        value, grads = jax.value_and_grad(lambda p: model(p, batch["x"]).mean())(params)
+        return *jo.update_params(tx, grads, state, params), value
+
+    train = pipelined(step)
+    carry, _ = train.start(parameters(), tx.init(parameters()), batch(0))
+    for precision in (None, "float32", "float32", None):
+        with jax.default_matmul_precision(precision):
+            carry, _ = train(carry, batch(0))
+    train.finish(carry)
+    assert seen == [None, "float32"]
