@@ -199,25 +199,6 @@ def test_a_zero_of_the_other_sign_is_no_change():
     np.testing.assert_allclose(masters(state)["w"], -2e-7, rtol=1e-5)
 
 
-def test_an_optimizer_for_some_parameters_only_and_accumulation():
-    labels = {"layers": "a", "embed": "b", "norm": "b"}
-    tx = jo.offload(optax.partition({"a": jo.with_master_params(ADAMW), "b": optax.sgd(1e-2)}, labels), min_bytes=0)
-    params = parameters()
-    new, state = jax.jit(lambda p, s: jo.update_params(tx, gradients(p), s, p))(params, tx.init(params))
-    assert (np.asarray(new["layers"]) == np.asarray(masters(state)["layers"]).astype(jnp.bfloat16)).all()
-    expected = optax.apply_updates(params, jax.tree.map(lambda g: -1e-2 * g, gradients(params)))
-    np.testing.assert_array_equal(np.float32(new["embed"]), np.float32(expected["embed"]))
-
-    tx = jo.offload(optax.MultiSteps(jo.with_master_params(ADAMW), 2), min_bytes=0)
-    state = tx.init(params)
-    for k in range(4):
-        before = params
-        params, state = jax.jit(lambda p, s: jo.update_params(tx, gradients(p), s, p))(params, state)
-        moved = bool((before["layers"] != params["layers"]).any())
-        assert moved == bool(k % 2)
-        assert (np.asarray(params["layers"]) == np.asarray(masters(state)["layers"]).astype(jnp.bfloat16)).all()
-
-
 def test_what_stands_around_masters_may_still_change_the_updates():
     """A scale outside halves the step: update_params must not land on the master then."""
     tx = optax.chain(jo.with_master_params(optax.sgd(1.0)), optax.scale(0.5))

@@ -235,17 +235,10 @@ def _together(chosen: Sequence[int], leaves: Sequence[Leaf], whose: Sequence[Has
 
 @dataclasses.dataclass(frozen=True)
 class Rules:
-    """An option as regular expressions: the first that is found in a parameter's path counts.
-
-    Attributes:
-      patterns: the expressions.
-      values: the value that each of them gives.
-      otherwise: the value for a parameter that none matches.
-    """
+    """An option as regular expressions: the first that is found in a parameter's path gives its value, none gives 0."""
 
     patterns: tuple[str, ...]
     values: tuple[Any, ...]
-    otherwise: Any
 
 
 _SIDES = {"device": 0.0, "host": 1.0}
@@ -310,9 +303,9 @@ class Policy:
             _check_takes_two(select)
         elif _are_strings(select):
             patterns = (select,) if isinstance(select, str) else tuple(select)
-            select = Rules(patterns, (True,) * len(patterns), False)
+            select = Rules(patterns, (True,) * len(patterns))
         if _are_rules(update_on):
-            update_on = Rules(tuple(rule for rule, _ in update_on), tuple(share for _, share in update_on), 0.0)
+            update_on = Rules(tuple(rule for rule, _ in update_on), tuple(share for _, share in update_on))
         checked = {
             "fraction": _checked("fraction", self.fraction, _share),
             "select": select if callable(select) else _checked("select", select, _choice),
@@ -414,7 +407,7 @@ def _per_parameter(name: str, said: Any, params: Any, names: Sequence[str]) -> C
     if isinstance(said, Rules):
         hits = matches(name, said.patterns, names)
         rules = [next((k for k, hit in enumerate(hits) if i in hit), -1) for i in range(len(names))]
-        found = [(k, said.otherwise if k < 0 else said.values[k]) for k in rules]
+        found = [(k, 0.0 if k < 0 else said.values[k]) for k in rules]
     else:
         leaves, treedef = jax.tree.flatten(said)
         try:

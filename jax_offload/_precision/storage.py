@@ -288,11 +288,12 @@ def in_place(convert: Callable[..., Any], x: Any, *options: Any) -> Any:
     States are converted leaf by leaf, because the whole state need not fit on the device.
     """
     arrays = jax.tree.leaves(x)
-    run = _on_device.__wrapped__ if isinstance(arrays[0], Tracer) else _on_device
-    new = run(convert, x, options)
+    new = (_converted if isinstance(arrays[0], Tracer) else _compiled)(convert, x, options)
     return jax.tree.map(memory.to_host, new) if memory.on_host(arrays[0]) else new
 
 
-@functools.partial(jax.jit, static_argnums=(0, 2))
-def _on_device(convert: Callable[..., Any], x: Any, options: tuple[Any, ...]) -> Any:
+def _converted(convert: Callable[..., Any], x: Any, options: tuple[Any, ...]) -> Any:
     return convert(jax.tree.map(memory.to_device, x), *options)
+
+
+_compiled = jax.jit(_converted, static_argnums=(0, 2))

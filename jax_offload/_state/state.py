@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
@@ -132,7 +132,8 @@ def to_host(tx: optax.GradientTransformation, state: Any, params: Any = None) ->
     params = params_like(tx, state) if params is None else params
     # Tracers do not tell shardings: under jit the next update divides the leaves.
     traced = any(isinstance(x, Tracer) for x in jax.tree.leaves((state, params)))
-    rows, treedef = (traced_init if traced else placed_leaves)(tx, params)
+    find: Callable[..., tuple[list[Any], Any]] = traced_init if traced else placed_leaves
+    rows, treedef = find(tx, params)
     got, got_tree = jax.tree.flatten(state, is_leaf=is_on_disk)
     if got_tree != treedef:
         raise ValueError(
