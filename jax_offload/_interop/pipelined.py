@@ -158,7 +158,8 @@ class Pipelined:
         """Compute the gradients of the first batch.
 
         Args:
-          *args, **kwargs: the step's arguments.
+          *args: the step's arguments.
+          **kwargs: the same by name.
 
         Returns:
           The carry, for the first call or ``finish``, and an ``Aux`` with what else the step returns.
@@ -178,7 +179,8 @@ class Pipelined:
 
         Args:
           carry: the carry from ``start`` or the last call. It is donated; use it once.
-          *args, **kwargs: the step's arguments without the carried ones.
+          *args: the step's arguments without the carried ones.
+          **kwargs: the same by name.
 
         Returns:
           The next carry, and an ``Aux``: ``now`` belongs to this batch, ``late`` to the batch before.
