@@ -23,6 +23,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 import jax_offload as jo
 from tests.aot import zoo
+from tests.aot.link import on_a_fixed_link
 from tests.aot.model import loss as toy_loss
 from tests.aot.model import two_by_two
 
@@ -287,7 +288,7 @@ def two_networks(row: Row) -> tuple[Any, tuple[Any, ...]]:
 
 
 def measured(step: Any, args: tuple[Any, ...], target: str) -> dict[str, float]:
-    found = jo.inspect(step, *args, target=target)
+    found = jo.inspect(step, *args, target=target, chip=on_a_fixed_link(target))
     t = found.timeline
     assert t is not None
     return {

@@ -23,7 +23,7 @@ from jax.sharding import Mesh
 
 from jax_offload._analysis.targets import compile_for, prepare, target_of
 from jax_offload._analysis.timeline import Timeline, timeline
-from tests.aot.link import hidden, traffic
+from tests.aot.link import hidden, on_a_fixed_link, traffic
 
 prepare()
 
@@ -81,8 +81,8 @@ class Measured:
         return {name: times for name, times in found.items() if times > 0}
 
     def timeline(self, chip: str) -> Timeline:
-        """What a model says of the step's time on ``chip``, of those that ``jo.chip`` knows."""
-        return timeline(self.text, chip)
+        """The simulated timeline of the step on ``chip``, a name, with the link of the stored tables."""
+        return timeline(self.text, on_a_fixed_link(chip))
 
 
 def scheduled(jitted: Any, args: tuple[Any, ...]) -> str:

@@ -23,6 +23,7 @@ import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P, SingleDeviceSharding
 
 import jax_offload as jo
+from tests.aot.link import on_a_fixed_link
 
 TABLE = Path(__file__).with_name("kinds.json")
 PAGE = Path(__file__).parents[2] / "docs" / "what_hides.md"
@@ -460,7 +461,7 @@ def compiled(kind: Kind) -> dict[str, Any]:
     plain = jo.inspect(jax.jit(step, donate_argnums=donate), *args, target="h200")
     step, args, donate = kind.make(jo.offload)
     jitted: Any = {"jo.jit": jo.jit, "pipelined": jo.pipelined}[kind.way](step, donate_argnums=donate)
-    found = jo.inspect(jitted, *args, target="h200")
+    found = jo.inspect(jitted, *args, target="h200", chip=on_a_fixed_link("h200"))
     t = found.timeline
     assert t is not None
     exposed = round(t.exposed / t.link, 2)

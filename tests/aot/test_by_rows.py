@@ -11,7 +11,7 @@ import jax_offload as jo
 from jax_offload._base.memory import is_host_aval
 from jax_offload._drive import stages
 from jax_offload._interop.jit import Undone
-from jax_offload._plan import by_rows
+from jax_offload._plan import transfers as by_rows
 from tests.aot.harness import H200, measure, mesh_for, require
 
 LAYERS, WIDTH = 12, 512  # 24 MiB of moments, of which a group is 4

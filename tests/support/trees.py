@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from typing import Any
 
 import jax
-import jax.extend.core as jex
 import jax.numpy as jnp
 import numpy as np
 
@@ -57,14 +55,6 @@ def assert_equal(got: Any, want: Any) -> None:
 def gradients(params: Any, k: int = 0) -> Any:
     """Gradients that differ from element to element, and from step to step with ``k``."""
     return jax.tree.map(lambda p: (jnp.sin(3 * p.astype(jnp.float32) + k) + 0.1).astype(p.dtype), params)
-
-
-def equations(jaxpr: Any) -> Iterator[Any]:
-    """Those of a jaxpr and of the jaxprs in it: small leaves stream in a loop of their own."""
-    for eqn in jaxpr.eqns:
-        yield eqn
-        for inner in jex.jaxprs_in_params(eqn.params):
-            yield from equations(inner)
 
 
 def in_scope(traced: Any, what: str, platform: str = "cuda") -> list[tuple[str, str]]:
