@@ -401,21 +401,3 @@ def test_an_update_that_cannot_know_the_shardings_says_so():
         jax.jit(tx.update)(params, state, params)
     jo.abstract_state(tx, params)
     jax.jit(tx.update)(params, state, params)
-
-
-@pytest.mark.parametrize("around", ["nothing", "a jit", "apply_if_finite"])
-def test_update_params_gathers_no_updates(around):
-    """Whatever stands between."""
-    mesh = mesh_of(AxisType.Auto, (8,), ("data",))
-    params = jax.device_put({"a": jnp.ones((16, 16)), "b": jnp.ones((16, 32))}, NamedSharding(mesh, P()))
-    tx = jo.offload(optax.adamw(1e-2), min_bytes=0, shard_over="data")
-    state = tx.init(params)
-    if around == "a jit":
-        tx = optax.GradientTransformation(tx.init, jax.jit(tx.update))
-    elif around != "nothing":
-        tx = optax.apply_if_finite(tx, 3)
-        state = tx.init(params)
-    text = jax.jit(functools.partial(jo.update_params, tx)).lower(params, state, params).as_text()
-    gathered = [line for line in text.splitlines() if "sharding_constraint" in line and "[{}, {}]" in line]
-    # each parameter before it is divided, for the update and to be updated, and the choice that makes it in place
-    assert len(gathered) == 5 * len(params)

@@ -9,9 +9,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import jax_offload as jo
 from jax_offload._analysis import compiled
-from tests.aot.cases import device_sharding
 from tests.aot.compiled import transformer
-from tests.aot.harness import H200, require
+from tests.aot.harness import H200, device_sharding, require
 from tests.aot.model import ADAMW, CLIPPED, loss, parameters, step_of
 from tests.aot.zoo import vit
 

@@ -9,8 +9,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_offload._base.on_disk import is_on_disk
-
 # XLA's passes are those of any program; only LLVM does less, and compiles in half the time.
 FAST = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
 
@@ -34,6 +32,11 @@ def assert_close(got: Any, want: Any, rtol: float) -> None:
             x, y = jax.random.key_data(x), jax.random.key_data(y)
         a, b = np.asarray(x, np.float64), np.asarray(y, np.float64)
         assert np.linalg.norm(a - b) <= rtol * np.linalg.norm(b) + 1e-12, name
+
+
+def is_on_disk(x: Any) -> bool:
+    """Whether ``x`` stands for a leaf on disk."""
+    return type(x).__name__ == "OnDisk"
 
 
 def handles(state: Any) -> list[Any]:
@@ -73,7 +76,9 @@ def shardings_in(tree):
 def copied(tree: Any) -> Any:
     """``tree`` in new buffers of its own, which can be donated."""
 
-    def copy(x: jax.Array) -> jax.Array:
+    def copy(x: Any) -> Any:
+        if not isinstance(x, jax.Array):
+            return x
         if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
             return jax.device_put(jax.random.wrap_key_data(jax.random.key_data(x).copy()), x.sharding)
         return jax.device_put(np.array(x), x.sharding)
