@@ -139,8 +139,8 @@ def profile(step: Any, *args: Any, steps: int = 3, chip: str | Path | Chip | Non
     in the next run. It runs once before measuring, to compile. Donated arguments are gone afterwards. Profile a step of
     ``jax_offload.pipelined`` with its carry: ``profile(train, carry, batch)``, after ``train.start``.
 
-    On jax 0.10 the profiler crashes in a process that has compiled for a ``target``. Reading the traces of GPUs and
-    TPUs has been tested only on traces made by hand.
+    On jax 0.10 the profiler crashes in a process that has compiled for a ``target``. It has read the traces of an
+    H100, but of a TPU only traces made by hand.
 
     Args:
       step: a training step, jitted.

@@ -287,7 +287,7 @@ class Timeline:
     """The timeline of one step, in seconds and bytes: ``step`` is ``compute + exposed + exposed_collectives``.
 
     ``jax_offload.inspect`` and ``jax_offload.profile`` hold one. A simulated timeline is a model, not a measurement: it
-    knows no latency, no launch and no contention.
+    ignores latency, kernel launches and contention.
 
     Attributes:
       step: seconds of the whole step.
