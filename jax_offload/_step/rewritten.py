@@ -35,7 +35,7 @@ from jax_offload._base.jaxprs import (
     closed as as_closed,
 )
 from jax_offload._base.memory import is_host_aval, on_host
-from jax_offload._base.on_disk import READ, is_on_disk
+from jax_offload._base.on_disk import READ, WRITE, is_on_disk
 from jax_offload._emit.chunks import or_batched
 from jax_offload._emit.find import holds_driven_update, holds_update, is_update
 from jax_offload._emit.hoisted import one_after_the_other, scanned
@@ -84,7 +84,7 @@ def rewritten(step: Callable[..., Any], drive: Drive | None = None) -> Callable[
 
 def _updates(closed: ClosedJaxpr) -> bool:
     """Whether a function is a step: it updates something, or reads a leaf from disk."""
-    return any(holds_update(eqn) or eqn.primitive is READ for eqn in closed.jaxpr.eqns)
+    return any(holds_update(eqn) or eqn.primitive in (READ, WRITE) for eqn in closed.jaxpr.eqns)
 
 
 def _is_static(x: Any) -> bool:
@@ -97,10 +97,10 @@ def _is_static(x: Any) -> bool:
 
 
 def is_driven(closed: ClosedJaxpr) -> bool:
-    """Whether Python is to drive a step: for one of its results the host's cores update, or files are read."""
+    """Whether Python is to drive a step: for one of its results the host's cores update, or files are used."""
 
     def driven(eqn: Equation) -> bool:
-        return holds_driven_update(eqn) or holds(eqn, lambda each: each.primitive is READ)
+        return holds_driven_update(eqn) or holds(eqn, lambda each: each.primitive in (READ, WRITE))
 
     return any(map(driven, closed.jaxpr.eqns)) and any(map(driven, without_dead_code(closed.jaxpr)[0].eqns))
 
@@ -115,7 +115,7 @@ def emitted(closed: ClosedJaxpr, args: Sequence[Any]) -> list[Any]:
             "the new state, as in `params, state = jo.update_params(tx, grads, state, params)`.",
             stacklevel=2,
         )
-    if any(map(holds_driven_update, program.eqns)) or any(eqn.primitive is READ for eqn in program.eqns):
+    if any(map(holds_driven_update, program.eqns)) or any(eqn.primitive in (READ, WRITE) for eqn in program.eqns):
         return _as_it_is(closed, (_cut_at(program),), args)
     if lost is not None:
         return _as_it_is(closed, (lost.why,), args)
