@@ -1,4 +1,4 @@
-"""Real text that every Python carries with it: the source of its own standard library, a token per byte."""
+"""Read real text that every Python has: the source of its standard library, with a token for each byte."""
 
 import sysconfig
 from pathlib import Path
@@ -9,7 +9,7 @@ SKIP = {"site-packages", "dist-packages", "__pycache__", "test", "encodings"}  #
 
 
 def load(path: str | None = None, limit: int = 16 << 20) -> np.ndarray:
-    """The files under ``path`` (or that one file), in the order of their names, up to ``limit`` bytes."""
+    """Read the files under ``path``, or that one file, in the order of their names, up to ``limit`` bytes."""
     root = Path(path or sysconfig.get_path("stdlib"))
     pattern = "*" if path else "*.py"
     files = [root] if root.is_file() else sorted(f for f in root.rglob(pattern) if f.is_file())
@@ -30,13 +30,13 @@ def load(path: str | None = None, limit: int = 16 << 20) -> np.ndarray:
 
 
 def split(data: np.ndarray, held_out: float = 0.05) -> tuple[np.ndarray, np.ndarray]:
-    """The last files are held out: they are never trained on, and the same in every run."""
+    """Split off the last files, which no run trains on."""
     cut = int(len(data) * (1 - held_out))
     return data[:cut], data[cut:]
 
 
 def batch(data: np.ndarray, step: int, size: int, context: int) -> np.ndarray:
-    """``size`` random pieces of ``context + 1`` bytes. They depend on ``step`` alone, so a resumed run sees
-    what it would have seen without the interruption."""
+    """Return ``size`` random pieces of ``context + 1`` bytes. They depend on ``step`` alone, so a resumed run sees the
+    same pieces as a run without the interruption."""
     starts = np.random.default_rng(step).integers(len(data) - context, size=size)
     return data[starts[:, None] + np.arange(context + 1)]

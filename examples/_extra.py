@@ -1,4 +1,4 @@
-"""What the examples need beyond jax_offload itself."""
+"""Name the packages that the examples need."""
 
 
 def missing(error: ModuleNotFoundError) -> SystemExit:

@@ -1,4 +1,4 @@
-"""A small GPT. Its blocks are stacked and scanned: 35 layers compile as fast as one."""
+"""A small GPT, whose blocks are stacked and scanned: 35 layers compile as fast as one."""
 
 from dataclasses import dataclass
 
@@ -80,7 +80,7 @@ class GPT(nn.Module):
 
 
 def generate(params, apply_fn, prompt: bytes, key, context, length=400, temperature=0.7) -> str:
-    """The prompt continued to ``length`` bytes, by whole forward passes: short to write, slow to run."""
+    """Continue the prompt to ``length`` bytes, with a whole forward pass for each: short to write, slow to run."""
 
     @jax.jit
     def sample(params, tokens):

@@ -1,4 +1,4 @@
-"""The demo's picture: what offloading the optimizer's state changed, and what it did not."""
+"""Draw the demo's picture: what offloading the optimizer's state changed, and what it left alone."""
 
 from dataclasses import dataclass, field
 
@@ -6,7 +6,7 @@ import numpy as np
 from matplotlib.figure import Figure
 
 BLUE, PALE, ORANGE, GREEN, RED, GREY = "#4c6a92", "#c9d4e3", "#c9862c", "#3f8f6b", "#c0392b", "#8a8a8a"
-PARTS = {  # of the peak, from the bottom: color
+PARTS = {  # the parts of a peak, from the bottom, and their colors
     "parameters": BLUE,
     "gradients": "#8fa6c4",
     "optimizer state": ORANGE,
@@ -39,14 +39,14 @@ class Way:
 
 @dataclass
 class Shown:
-    """All that the picture shows, and the words for it."""
+    """The picture's data and words, which the demo's last lines share."""
 
-    model: str  # that was trained here
+    model: str  # the model trained here
     losses: dict[str, list[float]]  # by run
-    seconds: dict[str, float]  # of a step, by run: medians of steps taken in turn
+    seconds: dict[str, float]  # the median seconds of a step, by run; the runs took turns
     state: dict[str, dict[str, int]]  # by run: bytes by memory kind
     device: str
-    large: str  # the model of ``ways``
+    large: str  # the compiled model
     chip: str
     capacity: int  # bytes of the chip's memory
     how: str  # compiled or not
@@ -54,7 +54,7 @@ class Shown:
 
     @property
     def titles(self):
-        """Of the parts of the picture, in pieces."""
+        """The titles of the picture's parts, in pieces."""
         return {
             "losses": (f"Losses, {self.model}", f"run on {self.device}", "medians of steps taken in turn"),
             "state": ("Where its optimizer state lives",),
@@ -67,7 +67,7 @@ class Shown:
 
     @property
     def apart(self):
-        """The difference of the losses, if both ran."""
+        """The largest difference between the losses, if both runs exist."""
         return [f"difference, while both run: {max(apart):.1e} at most"] if (apart := difference(self.losses)) else []
 
     def lives(self, name):
@@ -127,13 +127,13 @@ def _losses(axes, below, shown):
 
 
 def difference(losses):
-    """Of the losses of both runs, step by step, as long as both ran."""
+    """Return the distance between the losses at each step that both runs took."""
     n = min((len(values) for values in losses.values()), default=0) if len(losses) > 1 else 0
     return [abs(a - b) for a, b in zip(*(values[:n] for values in losses.values()), strict=True)] if n else []
 
 
 def _state(axes, shown):
-    """Where the state that was trained with lives."""
+    """Show where the trained state lives."""
     for x, (_, kinds) in enumerate(shown.state.items()):
         bottom = 0.0
         for kind, nbytes in sorted(kinds.items()):
@@ -189,7 +189,7 @@ def _times(axes, shown):
 
 
 def _timelines(axes, shown):
-    """The lanes of every way that moves a state, on one axis of time."""
+    """Draw the lanes of every way that moves a state, on one axis of time."""
     ways = [way for way in shown.ways if way.timeline is not None and way.host]
     axes.set_title(
         "Where the time of that step goes, ms: arithmetic, both directions of the link; red: arithmetic waits for one",
@@ -221,7 +221,7 @@ def _timelines(axes, shown):
 
 
 def spans(pairs, step, finest=1e-3):
-    """``(begin, width)`` in ms, those closer to each other than ``finest`` of the step as one."""
+    """Return ``(begin, width)`` in ms; spans closer together than ``finest`` of the step become one."""
     joined = []
     for begin, end in sorted(pairs):
         if joined and begin - joined[-1][1] < finest * step:

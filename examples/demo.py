@@ -1,10 +1,10 @@
-"""What offloading does, in one picture: the same losses, less device memory, and where the time goes.
+"""Show in one picture that offloading keeps the losses and lowers device memory, and where the time goes.
 
-It trains a small GPT with its state in host memory, and for a while beside it with plain optax. Then it compiles the
-same step, with a model of 7e9 parameters, for a GPU that need not be here, and looks at it with ``jo.inspect``.
+It trains a small GPT with its state in host memory, and for some steps with plain optax. Then it compiles the
+same step, with a model of 7e9 parameters, for a GPU that need not be here, and takes its figures from ``jo.inspect``.
 
 python examples/demo.py                                  # make demo
-python examples/demo.py --model 1.3b --steps 200         # options that it does not know are those of train_lm.py
+python examples/demo.py --model 1.3b --steps 200         # it passes other options on to train_lm.py
 """
 
 import argparse
@@ -13,8 +13,8 @@ from pathlib import Path
 
 import _extra
 
-os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # XLA's remarks on a step that does not fit are not news here
-os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")  # nor that its compiler for GPUs is here without CUDA
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # silence XLA's remarks on a step that does not fit
+os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")  # and on a compiler for GPUs without CUDA
 
 try:
     import _picture
@@ -31,7 +31,7 @@ except ModuleNotFoundError as error:
     raise _extra.missing(error) from error
 
 HOST, DEVICE = jax.memory.Space.Host, jax.memory.Space.Device
-# Parts of jo.inspect's peak: those of the picture. All others are "the rest".
+# The parts of jo.inspect's peak by their names in the picture; all others are "the rest".
 NAMES = {"state on the device": "optimizer state", "window": "optimizer state", "state": "optimizer state"}
 NAMES |= {"parameters": "parameters", "gradients": "gradients"}
 
@@ -40,15 +40,15 @@ def parse(argv):
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add = parser.add_argument
     add("--picture", type=Path, default="demo.png")
-    add("--beside", type=int, default=100, metavar="STEPS", help="of the resident run, which is for comparison")
-    add("--chip", choices=["h100", "h200"], default="h200", help="to compile for")
-    add("--compiled", choices=SIZES, default="7b", metavar="MODEL", help="that is compiled for it")
-    add("--tokens", type=int, nargs=2, default=(16, 2048), metavar=("BATCH", "CONTEXT"), help="of that model's step")
+    add("--beside", type=int, default=100, metavar="STEPS", help="length of the resident run")
+    add("--chip", choices=["h100", "h200"], default="h200", help="the chip to compile for")
+    add("--compiled", choices=SIZES, default="7b", metavar="MODEL", help="the model to compile")
+    add("--tokens", type=int, nargs=2, default=(16, 2048), metavar=("BATCH", "CONTEXT"), help="its tokens")
     return parser.parse_known_args(argv)
 
 
 def trained(args, rest):
-    """Both runs, by name."""
+    """Train both ways; return the runs by name."""
     print("== the state in host memory", flush=True)
     runs = {"offloaded": train_lm.main(["--pipelined", *rest])}
     if args.beside > 1:
@@ -59,7 +59,7 @@ def trained(args, rest):
 
 
 def measured(runs, rounds=15):
-    """Seconds of a step of each run: medians of steps that are taken in turn, so that what disturbs one disturbs all.
+    """Return the median seconds of each run's step. The runs take turns, so that a disturbance hits all of them.
 
     The steps donate the states of the runs.
     """
@@ -72,7 +72,7 @@ def measured(runs, rounds=15):
 
 
 def memories(tree):
-    """Bytes of its arrays, by memory kind. Counts, a few bytes, are left out."""
+    """Return the bytes of a tree's arrays by memory kind, without scalars such as counts."""
     found = {}
     for x in jax.tree.leaves(tree):
         if x.ndim:
@@ -81,7 +81,7 @@ def memories(tree):
 
 
 def usual_recipe(inner):
-    """What the documentation of jax shows: the state to the device, update, the state to the host."""
+    """Wrap an optimizer as jax's documentation shows: move the state to the device, update, move it to the host."""
 
     def moved(state, memory):
         return jax.tree.map(lambda x: jax.device_put(x, memory) if x.ndim else x, state)
@@ -94,7 +94,7 @@ def usual_recipe(inner):
 
 
 def steps(args):
-    """Every way of the step with the large model: name, jitted step, and its arguments, of which none is allocated."""
+    """Yield each way of the large model's step: its name, the jitted step, and its abstract arguments."""
     (batch, context), device = args.tokens, jax.devices("cpu")[0]
     options = train_lm.parse(["--model", args.compiled, "--context", str(context), "--batch", str(batch)])
     model = GPT(Config(*SIZES[args.compiled], context, jnp.bfloat16))
@@ -117,7 +117,7 @@ def steps(args):
 
 
 def compiled(args):
-    """The ways as XLA's compiler for the chip leaves them."""
+    """Yield the ways as XLA compiles them for the chip."""
     for name, step, state, tokens in steps(args):
         print(f"compiling for an {args.chip.upper()}: {args.compiled}, {' '.join(name.split())}", flush=True)
         seen = jo.inspect(step, state, tokens, target=args.chip)
@@ -128,7 +128,7 @@ def compiled(args):
 
 
 def ways(args):
-    """``(how they are known, the ways)``; none of them where XLA's compiler for the chip is not installed."""
+    """Return how the ways are known, and the ways: none if XLA's compiler for the chip is not installed."""
     try:
         found = list(compiled(args))
     except ValueError as error:
@@ -140,7 +140,7 @@ def ways(args):
 
 
 def lines(shown):
-    """What the picture says, in its words."""
+    """Say in lines what the picture says, in the same words."""
     both = [shown.run(name) for name in shown.losses] + shown.apart
     state = [f"{name} {shown.lives(name)}" for name in shown.state]
     return [

@@ -1,4 +1,4 @@
-"""Train a small GPT on every device of every process, parameters and optimizer state sharded, the state in host memory.
+"""Train a small GPT on all devices of all processes, with sharded parameters, and the sharded state in host memory.
 
 python examples/multihost_lm.py                                  # one process, all of its devices
 srun python examples/multihost_lm.py --cluster auto              # jax finds the others: SLURM, TPU pods, Open MPI
@@ -33,11 +33,11 @@ def parse(argv):
     add = parser.add_argument
     add("--cluster", metavar="METHOD", help="auto, or a cluster_detection_method of jax.distributed.initialize")
     add("--coordinator", metavar="HOST:PORT", help="where process 0 listens, if jax does not detect the cluster")
-    add("--processes", type=int, help="with --coordinator: how many")
-    add("--process-id", type=int, help="with --coordinator: which of them this one is")
+    add("--processes", type=int, help="their number, with --coordinator")
+    add("--process-id", type=int, help="this process's number, with --coordinator")
     add("--fsdp", type=int, help="devices that share one copy of the parameters; by default all")
     add("--zero1", action="store_true", help="also divide the state over what --fsdp leaves")
-    add("--window", type=int, metavar="BYTES", help="of state on the devices at a time while it streams")
+    add("--window", type=int, metavar="BYTES", help="device memory through which the state streams")
     add("--model", choices=SIZES, default="tiny")
     add("--lr", type=float, default=3e-3)
     add("--steps", type=int, default=100)
@@ -53,7 +53,7 @@ def parse(argv):
 
 
 def connect(args):
-    """Before anything that asks jax for devices. On CPUs the processes then talk through Gloo, jax's default there."""
+    """Connect the processes, before anything asks jax for devices. On CPUs they talk through Gloo, jax's default."""
     if args.cluster:
         try:
             jax.distributed.initialize(cluster_detection_method=None if args.cluster == "auto" else args.cluster)
@@ -73,14 +73,14 @@ def make_mesh(args):
 
 
 def param_sharding(mesh, x):
-    """Divides the longest axis that the devices of "fsdp" divide evenly; vectors stay whole."""
+    """Divide the longest axis that the devices of "fsdp" divide evenly; vectors stay whole."""
     axes = [i for i, n in enumerate(x.shape) if x.ndim > 1 and n % mesh.shape["fsdp"] == 0]
     longest = max(axes, key=lambda i: x.shape[i], default=None)
     return NamedSharding(mesh, PartitionSpec(*("fsdp" if i == longest else None for i in range(x.ndim))))
 
 
 def local_batch(args, sharding, data, step):
-    """The batch of all processes, to which each feeds only the rows that its own devices need."""
+    """Return the batch of all processes; each feeds only the rows that its own devices need."""
     shape = (args.batch, args.context + 1)
     needed = {index[0].indices(args.batch) for index in sharding.addressable_devices_indices_map(shape).values()}
     rows = np.concatenate([np.arange(*index) for index in sorted(needed)])

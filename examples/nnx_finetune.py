@@ -1,4 +1,4 @@
-"""Fine-tune an nnx model with its optimizer's state in host memory, from Python's source to Python's manual."""
+"""Train an nnx model on Python's source and fine-tune it on its manual, with the optimizer's state in host memory."""
 
 from pydoc_data.topics import topics
 

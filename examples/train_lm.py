@@ -69,12 +69,12 @@ def parse(argv):
     add("--model", choices=SIZES, default="tiny")
     add("--optimizer", choices=OPTIMIZERS, default="adamw")
     add("--lr", type=float, help="peak learning rate; by default one that suits optimizer and model")
-    add("--fraction", type=float, default=1.0, help="share of the state that is held in host memory")
+    add("--fraction", type=float, default=1.0, help="the share of the state in host memory")
     add("--resident", action="store_true", help="plain optax, for comparison")
     add("--pipelined", action="store_true", help="each batch's update in the forward pass of the next one")
-    add("--storage", choices=STORAGE, default="float32", help="how the moments of adamw are stored on the host")
+    add("--storage", choices=STORAGE, default="float32", help="the format of adamw's moments in host memory")
     add("--param-dtype", choices=["float32", "bfloat16", "float16"], default="float32")
-    add("--master", choices=["none", "float32"], default="none", help="parameters of the optimizer's own")
+    add("--master", choices=["none", "float32"], default="none", help="keep master parameters in the state")
     add("--seed", type=int, default=0)
     add("--steps", type=int, default=600)
     add("--stop-at", type=int, metavar="STEP", help="stop early, on the schedule of --steps")
@@ -84,9 +84,9 @@ def parse(argv):
     add("--checkpoint-dir", type=Path, help="save here, and resume from what is here")
     add("--save-every", type=int, default=100)
     add("--disk", type=Path, metavar="DIR", help="keep the state here, and resume from what is here")
-    add("--host-bytes", type=in_bytes, default=0, metavar="1MiB", help="of the state in memory, with --disk")
-    add("--commit-every", type=int, default=100, metavar="STEPS", help="what --disk keeps after a crash")
-    add("--sample", type=int, default=400, metavar="BYTES", help="of text that the trained model writes")
+    add("--host-bytes", type=in_bytes, default=0, metavar="1MiB", help="the bytes of state in host memory, with --disk")
+    add("--commit-every", type=int, default=100, metavar="STEPS", help="commit this often, with --disk")
+    add("--sample", type=int, default=400, metavar="BYTES", help="the length of the text that the trained model writes")
     add("--blocking-saves", action="store_true", help="no copy of the state in host memory: training waits for saves")
     args = parser.parse_args(argv)
     if args.disk and (args.checkpoint_dir or args.resident or args.pipelined):
@@ -126,7 +126,7 @@ disk_step = jo.jit(step, donate_argnums=0)
 
 
 class Pipelined:
-    """Run the same steps, each update in the next batch's forward pass, or when the state is asked for."""
+    """Run the same steps, with each update in the next batch's forward pass, or when someone asks for the state."""
 
     def __init__(self, state):
         self.step, self._state, self._carry = jo.pipelined(step, donate_argnames="state"), state, None
@@ -160,7 +160,7 @@ def evaluate(state, data, args):
 
 
 def shapes_of(args, model, device):
-    """A function of a key that makes the parameters, and their shapes, committed to the device."""
+    """Return a function of a key that makes the parameters, and their shapes, committed to the device."""
 
     def init(key):
         params = model.init(key, jnp.zeros((1, args.context), jnp.int32))["params"]
@@ -218,7 +218,7 @@ def main(argv=None):
     pipelined = Pipelined(state) if args.pipelined else None
 
     def one(batch):
-        """A step: its loss, and the seconds that it took."""
+        """Take a step; return its loss and its seconds."""
         nonlocal state
         began = time.perf_counter()
         if pipelined:

@@ -43,7 +43,6 @@ from jax_offload._placement.placement import (
     marked,
     place,
     place_next,
-    policy_of,
     warn_of_nothing,
 )
 from jax_offload._placement.zero import check_not_manual, check_typed, partitions, resharded, resharded_state
@@ -84,7 +83,7 @@ def offload(
         itself, which then takes ``skip`` too; the other options are still checked.
       select: the parameters whose state may move: a pytree prefix of the parameters with bools; one or several regular
         expressions, searched in a parameter's path ``a/b/c``; or a function of that path and the state leaf. A rule
-        that matches no parameter is an error.
+        that matches no parameter is an error, and so is a choice that selects no leaf.
       min_bytes: the size in bytes below which a state leaf stays on the device, 64 KiB by default. Scalars and PRNG
         keys always stay.
       window: the bytes of state that are on a device at a time while the state streams. A group of leaves that one
@@ -155,7 +154,7 @@ def offload(
         "fraction": fraction, "select": select, "min_bytes": min_bytes, "window": window, "order": order,
         "shard_over": shard_over, "update_on": update_on, "disk": disk,
     }  # fmt: skip
-    policy = policy_of(**said)
+    policy = Policy(**said)
     check_disk(disk, policy)
     rules = rules_of(storage)
     optimizer = inner = optax.with_extra_args_support(inner)
@@ -273,8 +272,9 @@ def _skipping(inner: optax.GradientTransformationExtraArgs, policy: Policy) -> o
     def update_fn(updates: Any, state: Any, params: Any = None, *, skip: Any = None, **extra_args: Any) -> Any:
         skip = checked_skip(skip)
         check_on_device(updates, params, "with fraction=0 nothing is streamed")
+        state = loaded(state)
         updates, new_state = inner.update(updates, state, params, **extra_args)
         return zero_where(skip, updates), old_where(skip, state, new_state)
 
-    has_rules = policy.select is not None or policy.order is not None
+    has_rules = policy.select is not True or policy.order is not None
     return optax.GradientTransformationExtraArgs(init_fn if has_rules else inner.init, update_fn)

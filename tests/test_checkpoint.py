@@ -1,7 +1,7 @@
 """Checkpoints: any placement into any other, saving beside donated steps, damage, and loading the weights alone."""
 
 import asyncio
-import ctypes
+import contextlib
 import gc
 import shutil
 import sys
@@ -21,7 +21,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, SingleDev
 from orbax.checkpoint._src.serialization import serialization
 
 import jax_offload as jo
-from tests.support.trees import kinds_of, shardings_in
+from tests.support.trees import kinds_of
 
 HOST, DEVICE = "pinned_host", "device"
 P = PartitionSpec
@@ -118,12 +118,12 @@ def test_every_placement_restores_into_every_other(saved, fraction, devices, zer
 # Steps and saves
 
 
-def small(donated=True, **options):
+def small(**options):
     """A step, and what it starts from: parameters on the device, the state of adamw in host memory."""
     params = jax.device_put({"w": jnp.arange(4096.0).reshape(64, 64) / 4096, "b": jnp.ones(64)}, jax.devices()[0])
     tx = jo.offload(optax.adamw(1e-2), min_bytes=0, **options)
 
-    @partial(jax.jit, donate_argnums=0 if donated else ())
+    @partial(jax.jit if options.get("update_on", "device") == "device" else jo.jit, donate_argnums=0)
     def step(tree, i):
         grads = jax.tree.map(lambda p: jnp.sin(p * (i + 1)), tree["params"])
         updates, state = tx.update(grads, tree["opt_state"], tree["params"])
@@ -166,9 +166,13 @@ def host_leaves(tree):
     return [x for x in jax.tree.leaves(tree) if x.sharding.memory_kind == HOST]
 
 
-def test_saving_beside_donated_steps(tmp_path, writer):
-    """A save whose writer waits while training goes on in the same memory holds the values of its own step."""
-    tx, tree, step = small(fraction=0.5)
+@pytest.mark.parametrize("update_on", ["device", "host", 0.3])
+def test_saving_beside_donated_steps(tmp_path, writer, update_on):
+    """A save whose writer waits while training goes on in the same memory holds the values of its own step.
+
+    It is restored into an optimizer whose state the device updates, too, and training goes on alike.
+    """
+    tx, tree, step = small(**{"fraction": 0.5} if update_on == "device" else {"update_on": update_on})
     for i in range(3):
         tree = step(tree, i)
     expected = as_numpy(tree)
@@ -178,80 +182,28 @@ def test_saving_beside_donated_steps(tmp_path, writer):
         for i in range(3, 6):
             hosted, before = host_leaves(tree), addresses(host_leaves(tree))
             tree = step(tree, i)
-            assert all(x.is_deleted() for x in hosted)  # truly donated: no writer holds on to this memory,
-            assert addresses(host_leaves(tree)) == before  # and the new values are written over the old
+            if update_on == "device":
+                assert all(x.is_deleted() for x in hosted)  # truly donated: no writer holds on to this memory,
+                assert addresses(host_leaves(tree)) == before  # and the new values are written over the old
         assert manager.is_saving_in_progress()
         writer.set()
         manager.wait_until_finished()
-        target = {"params": target_of(tree["params"]), "opt_state": jo.abstract_state(tx, tree["params"])}
-        back = jo.restore(manager, target)
-    assert_placed(back, target)
-    jax.tree.map(np.testing.assert_array_equal, back, expected)
-    assert not np.array_equal(back["opt_state"][0].mu["w"], tree["opt_state"][0].mu["w"])
-
-
-def scribble(tree):
-    """Overwrites memory behind jax's back, as the next step does where a donated buffer is still being written out."""
-    for x in host_leaves(tree):
-        ctypes.memset(x.unsafe_buffer_pointer(), 0x3F, x.nbytes)
-
-
-@pytest.mark.parametrize("copy", [True, False])
-def test_what_is_written_is_the_copy(tmp_path, writer, copy):
-    """Without the copy orbax writes what the state's own memory holds when the writer comes to it."""
-    _, tree, step = small()
-    tree = step(tree, 0)
-    expected = as_numpy(tree)
-    args = jo.save_args(tree, copy=copy)
-    assert (addresses(host_leaves(args.item)) == addresses(host_leaves(tree))) == (not copy)
-    assert_placed(args.item, tree)
-    with ocp.CheckpointManager(tmp_path) as manager:
-        manager.save(1, args=args)
-        assert writer.waiting.wait(300)
-        scribble(tree)
-        writer.set()
-        manager.wait_until_finished()
-        if copy:
-            jax.tree.map(np.testing.assert_array_equal, jo.restore(manager, target_of(tree)), expected)
-        else:
-            with pytest.raises(ValueError, match="other values than were saved"):
-                jo.restore(manager, target_of(tree))
-
-
-@pytest.mark.parametrize("share", ["host", 0.3])
-def test_what_the_cores_update(share, tmp_path, writer):
-    """Saved beside donated steps, whose loops write in its memory, it comes back bit for bit: into the same optimizer,
-    with which training goes on alike, and into one whose state the device updates."""
-    params = jax.device_put({k: jnp.ones((64, 64)) / 8 for k in "abc"}, jax.devices()[0])
-    txs = [jo.offload(optax.adamw(1e-2), min_bytes=0, update_on=on) for on in (share, "device")]
-
-    def loss(params, x):
-        return ((x @ params["a"] @ params["b"] @ params["c"]) ** 2).mean()
-
-    @partial(jo.jit, donate_argnums=0)
-    def step(tree, x):
-        grads = jax.grad(loss)(tree["params"], x)
-        params, state = jo.update_params(txs[0], grads, tree["opt_state"], tree["params"])
-        return {"params": params, "opt_state": state}
-
-    tree = {"params": params, "opt_state": txs[0].init(params)}
-    with ocp.CheckpointManager(tmp_path) as manager:
-        for i in range(4):
-            if i == 2:
-                expected = as_numpy(tree)
-                manager.save(i, args=jo.save_args(tree))
-                assert writer.waiting.wait(300)
-            tree = step(tree, jnp.full((4, 64), i + 1.0))
-        writer.set()
-        manager.wait_until_finished()
-        for tx in reversed(txs):
+        for tx in small()[0], tx:  # noqa: B020
             target = {"params": target_of(tree["params"]), "opt_state": jo.abstract_state(tx, tree["params"])}
             back = jo.restore(manager, target)
-            assert_same(as_numpy(back), expected)
             assert_placed(back, target)
-    for i in range(2, 4):
-        back = step(back, jnp.full((4, 64), i + 1.0))
+            assert_same(as_numpy(back), expected)
+    for i in range(3, 6):
+        back = step(back, i)
     assert_same(back, tree)
+
+
+def test_without_copies_the_save_holds_the_states_own_memory():
+    _, tree, _ = small()
+    for copy in (True, False):
+        saved = jo.save_args(tree, copy=copy).item
+        assert (addresses(host_leaves(saved)) == addresses(host_leaves(tree))) == (not copy)
+        assert_placed(saved, tree)
 
 
 @jax.tree_util.register_pytree_node_class
@@ -295,74 +247,28 @@ def test_trees_of_other_kinds(tmp_path, make):
     assert_placed(back, tree)
 
 
-# Where a restore lands, and by which way
+# Where a restore lands
 
 
-@pytest.fixture
-def puts(monkeypatch):
-    """The shapes and memory kinds of what orbax puts somewhere, having read it."""
-    log = []
-
-    class Spy:
-        def __getattr__(self, name):
-            return getattr(jax, name)
-
-        def device_put(self, x, where):
-            log.append((np.shape(x), where.sharding.memory_kind))
-            return jax.device_put(x, where)
-
-    monkeypatch.setattr(serialization, "jax", Spy())
-    return log
-
-
-@pytest.mark.parametrize("given", [True, False])
-def test_restored_host_leaves_never_stand_on_the_device(tmp_path, puts, given):
-    tx, tree, _ = small()
-    with ocp.CheckpointManager(tmp_path) as manager:
-        manager.save(1, args=jo.save_args(tree))
-        manager.wait_until_finished()
-        target = {"opt_state": jo.abstract_state(tx, tree["params"]), "params": target_of(tree["params"])}
-        back = jo.restore(manager, target if given else None)
-    assert_placed(back["opt_state"], target["opt_state"])
-    expected = [x for x in jax.tree.leaves(target if given else target_of(back))]
-    assert sorted(puts) == sorted((x.shape, x.sharding.memory_kind) for x in expected)
-    assert (((64, 64), DEVICE) in puts) == given  # the parameters, which only a target sends there
-
-
-def test_without_a_target_on_the_recorded_mesh(saved):
-    """Ours lands on the host, sharded as it was; plain orbax lands on the device, whatever it was."""
-    folder, tree = saved[PLACEMENTS.index((1.0, 4, False))]
-    with ocp.CheckpointManager(folder) as manager:
-        back, plain = jo.restore(manager), manager.restore(manager.latest_step())
-    expected, treedef = jax.tree.flatten({k: back[k] for k in ("key", "opt_state", "params")})
-    for x, original in zip(expected, jax.tree.leaves(tree), strict=True):
-        assert bits(x) == bits(original)
-        assert x.sharding == original.sharding.with_memory_kind(HOST if x.ndim else DEVICE)
-    assert set(jax.tree.leaves(kinds_of(plain))) == {DEVICE}
-    assert treedef == jax.tree.structure(plain)
-
-
-@pytest.mark.parametrize("with_mesh", [False, True])
-def test_without_a_target_on_another_machine(saved, monkeypatch, with_mesh):
+@pytest.mark.parametrize("machine", ["this one", "another", "another, on a mesh"])
+def test_without_a_target(saved, monkeypatch, machine):
+    """Arrays land on the host, sharded as they were if those devices exist, else as jax places arrays."""
     from orbax.checkpoint._src.metadata import sharding
 
-    def absent(self):
-        raise ValueError("The available devices are different")
-
-    monkeypatch.setattr(sharding.NamedShardingMetadata, "to_jax_sharding", absent)
+    if machine != "this one":
+        absent = mock.Mock(side_effect=ValueError("The available devices are different"))
+        monkeypatch.setattr(sharding.NamedShardingMetadata, "to_jax_sharding", absent)
+    places = {"another": SingleDeviceSharding(jax.devices()[0]), "another, on a mesh": NamedSharding(mesh(2), P())}
     folder, tree = saved[PLACEMENTS.index((0.5, 8, False))]
-    with ocp.CheckpointManager(folder) as manager:
-        if with_mesh:
-            with jax.set_mesh(mesh(2)):
-                back = jo.restore(manager)
-        else:
-            back = jo.restore(manager)
-    everywhere = NamedSharding(mesh(2), P()) if with_mesh else SingleDeviceSharding(jax.devices()[0])
+    with contextlib.ExitStack() as stack:
+        manager = stack.enter_context(ocp.CheckpointManager(folder))
+        if machine == "another, on a mesh":
+            stack.enter_context(jax.set_mesh(mesh(2)))
+        back = jo.restore(manager)
     for x, original in zip(jax.tree.leaves(back), jax.tree.leaves(tree), strict=True):
         assert bits(x) == bits(original)
-        assert x.sharding == type(everywhere)(
-            *((mesh(2), P()) if with_mesh else jax.devices()[:1]), memory_kind=HOST if x.ndim else DEVICE
-        )
+        place = places.get(machine, original.sharding)
+        assert x.sharding == place.with_memory_kind(HOST if x.ndim else DEVICE)
 
 
 def test_without_a_target_numbers_and_numpy_arrays_stay_what_they_are(tmp_path):
@@ -474,8 +380,9 @@ def test_what_is_wrong_with_the_call_is_no_damage(three_steps):
         half = {**target, "params": jax.tree.map(lambda x: x.update(dtype=jnp.bfloat16), target["params"])}
         with pytest.raises(ValueError, match=r"'params/b' is bfloat16\[64\], and .* has float32\[64\]. Restore it as"):
             jo.restore(manager, half, fallback=True)
-        with pytest.raises(ValueError, match="only in the checkpoint opt_state"):
-            jo.restore(manager, {"params": target["params"]}, fallback=True)
+        for given, words in ({"params": target["params"]}, "checkpoint opt_state"), (target | {"b": 1}, "target     b"):
+            with pytest.raises(ValueError, match=f"only in the {words}"):
+                jo.restore(manager, given, fallback=True)
         placeless = jax.eval_shape(lambda tree: tree, target)
         assert jax.tree.leaves(placeless)[0].sharding is None
         with pytest.raises(ValueError, match=r"target: leaf 'opt_state/0/count' has no sharding"):
@@ -573,48 +480,3 @@ def test_a_checkpoint_that_is_being_written_is_not_damaged(manager):
 def test_numbers_are_not_damage(manager, number):
     manager.save(0, args=jo.save_args({"a": number, "w": jnp.ones(2)}))
     assert float(jo.restore(manager)["a"]) == pytest.approx(float(number), rel=1e-6)
-
-
-# Loading only the weights
-
-
-def keeps_an_average(decay=0.9):
-    """A transform whose state starts as a copy of the parameters."""
-
-    def update(updates, average, params):
-        return updates, jax.tree.map(lambda a, p: decay * a + (1 - decay) * p, average, params)
-
-    return optax.GradientTransformation(lambda params: jax.tree.map(jnp.copy, params), update)
-
-
-COPIES = {  # optimizer, and the copy of the parameters that its state holds
-    "schedule_free": (optax.contrib.schedule_free_adamw(1e-2), lambda state: state.z),
-    "average": (optax.chain(optax.adam(1e-2), keeps_an_average()), lambda state: state[1]),
-}
-
-
-@pytest.mark.parametrize("name", COPIES)
-def test_loading_only_the_weights_makes_the_state_anew(tmp_path, name):
-    inner, copy_in = COPIES[name]
-    tx = jo.offload(inner, min_bytes=0)
-    _, tree, _ = small()
-    old = tx.init(tree["params"])
-    weights = jax.tree.map(lambda p: jnp.cos(p) + 3, tree["params"])
-    with ocp.CheckpointManager(tmp_path) as manager:
-        manager.save(1, args=jo.save_args({"params": weights}))
-        manager.wait_until_finished()
-        full = {"params": target_of(weights), "opt_state": jo.abstract_state(tx, weights)}
-        for read in (jo.restore, lambda m, t: m.restore(1, args=ocp.args.StandardRestore(t))):
-            with pytest.raises(ValueError, match="opt_state"):
-                read(manager, full)
-        params = jo.restore(manager, {"params": full["params"]})["params"]
-    state = jax.jit(tx.init, out_shardings=shardings_in(jo.abstract_state(tx, params)))(params)
-    assert_same(params, weights)
-    assert_placed(state, full["opt_state"])
-    assert_same(copy_in(state), weights)
-    for a, b in zip(jax.tree.leaves(copy_in(old)), jax.tree.leaves(copy_in(state)), strict=True):
-        assert bits(a) != bits(b)
-    assert not set(addresses(copy_in(state))) & set(addresses(params))  # the step may donate both
-    updates, _ = jax.jit(tx.update)(jax.tree.map(jnp.zeros_like, params), state, params)
-    for u in jax.tree.leaves(updates):  # without gradients the weights stay: nothing pulls them to where they were
-        assert np.abs(u).max() < 1e-3

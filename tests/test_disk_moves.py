@@ -12,7 +12,7 @@ import pytest
 import jax_offload as jo
 from jax_offload._base.on_disk import is_on_disk
 from jax_offload._drive import stages
-from jax_offload._interop.stored import named
+from jax_offload._interop.checkpoint import named
 from tests.disk.faulty import NO_SPACE, Faulty, error, no_fault
 from tests.test_disk_kills import child
 

@@ -30,8 +30,8 @@ OPTIONS = [
     ("select", [["w", "embedd"]], r".*'embedd'.*b, w"),
     ("select", [{"w": True}, {"w": 1.0, "b": 0.0}, 3], "expected"),
     ("select", [["w", "["]], "'\\[' is not a regular expression"),
-    # a function that selects nothing, as a pattern that matches nothing
-    ("select", [lambda path, leaf: "embed" in path, "embed", ["embed"]], r".*\bw\b"),
+    # one rule for a function, a pattern and a tree that select nothing
+    ("select", [lambda path, leaf: "embed" in path, "embed", ["embed"], False, {"w": False, "b": False}], r".*\bw\b"),
     ("min_bytes", [-1, 0.5, None, True], "expected a number of bytes"),
     ("window", [0, -1, 1.5, True, "8MB", 8e6], r"expected a number of bytes .* 2\*\*28 are 256 MiB"),
     ("order", ["w", [1]], "expected regular expressions"),

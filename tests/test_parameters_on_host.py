@@ -130,3 +130,47 @@ def test_where_they_have_to_be_on_the_device(options, argument, disk):
         for wrap in (jo.jit, jax.jit) if options == "fraction" else (jo.jit,):
             with pytest.raises(ValueError, match=rf"{argument}: \['b'\] is in pinned host memory.*jo\.to_device"):
                 wrap(update)(*args)
+
+
+WRAPS = {"jit": jax.jit, "jo.jit": jo.jit, "eager": lambda step: step}
+
+
+@pytest.mark.parametrize("wrap", WRAPS)
+def test_whatever_else_is_in_host_memory_is_loaded(wrap):
+    """``skip``, a state that nothing offloads any more, and the parameters of masters without an ``offload``."""
+    params = {"w": jax.device_put(jnp.ones((32, 32), jnp.bfloat16), jax.devices()[0])}
+    grads, skip = jax.tree.map(lambda p: p / 8, params), to_host(jax.device_put(jnp.bool_(False), jax.devices()[0]))
+    streamed, resident = jo.offload(ADAMW, min_bytes=0), jo.offload(ADAMW, fraction=0)
+    want = WRAPS[wrap](ADAMW.update)(grads, ADAMW.init(params), params)
+    for tx in (streamed, resident):
+        update = WRAPS[wrap](lambda skip, *args, tx=tx: tx.update(*args, skip=skip))
+        got = update(skip, grads, streamed.init(params), params)
+        assert_close(got, want, 4e-3)
+        assert kinds(got) == kinds((grads, tx.init(params)))
+        got, _ = WRAPS[wrap](lambda skip, *args, tx=tx: jo.update_params(tx, *args, skip=skip))(
+            skip, grads, tx.init(params), params
+        )
+        assert_close(got, optax.apply_updates(params, want[0]), 4e-3)
+    masters = WRAPS[wrap](jo.with_master_params(ADAMW).init)(to_host(params))
+    assert {*kinds(masters)} == {DEVICE}
+    assert_close(masters, jo.with_master_params(ADAMW).init(params), 0)
+
+
+@pytest.mark.parametrize("low_bits", [False, True])
+@pytest.mark.parametrize("wrap", WRAPS)
+def test_what_no_offload_loads_is_an_error_of_ours(wrap, low_bits):
+    """It names the argument and the cure, and is not the one that jax raises."""
+    params = {"w": jax.device_put(jnp.ones((32, 32), jnp.bfloat16), jax.devices()[0])}
+    tx = jo.with_master_params(ADAMW, low_bits=low_bits)
+    state, there = tx.init(params), to_host(params)
+    moved = jax.tree.map(lambda x: to_host(x) if x.ndim else x, state)
+    for name, args in {
+        "updates": (there, state, params), "params": (params, state, there), "state": (params, moved, params)
+    }.items():  # fmt: skip
+        with pytest.raises(ValueError, match=rf"{name}: \['w'\] is in pinned host memory.*jo\.to_device"):
+            WRAPS[wrap](tx.update)(*args)
+    for tx in (ADAMW, optax.chain(optax.ema(0.9), jo.offload(ADAMW, min_bytes=0))):
+        moved = jax.tree.map(lambda x: to_host(x) if x.ndim else x, jo.to_device(tx.init(params)))
+        with pytest.raises(ValueError, match=r"state: .* no offload\(\.\.\.\) in tx .*jo\.to_host\(tx, state\)"):
+            WRAPS[wrap](lambda *args, tx=tx: jo.update_params(tx, *args))(params, moved, params)
+        WRAPS[wrap](lambda *args, tx=tx: jo.update_params(tx, *args))(params, jo.to_host(tx, moved, params), params)

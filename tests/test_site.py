@@ -50,7 +50,7 @@ def test_pages_are_whole_without_a_network(site):
 
 
 def test_files_of_the_repository_are_there_where_pages_link_to_them(site):
-    assert "files/benchmarks/" in (site / "index.html").read_text()
+    assert "files/examples/" in (site / "index.html").read_text()
     assert ">param_sharding<" in (site / "files/examples/multihost_lm.py.html").read_text()
 
 

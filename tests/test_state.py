@@ -73,30 +73,6 @@ def test_migrating_a_running_resident_job():
         assert kinds_of(state) == kinds_of(tx.init(p))
 
 
-def test_eval_parameters_of_schedule_free():
-    plain = optax.contrib.schedule_free_adamw(1e-3)
-    tx = jo.offload(plain, min_bytes=0)
-    p, state = trained(tx, params())
-    q, resident = trained(plain, params())
-    evaluated = optax.contrib.schedule_free_eval_params(jo.to_device(state), p)
-    jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6),
-        evaluated, optax.contrib.schedule_free_eval_params(resident, q),
-    )  # fmt: skip
-
-
-def test_reading_an_ema_and_norms():
-    tx = jo.offload(optax.chain(optax.ema(0.9), optax.adamw(1e-3)), min_bytes=0)
-    p, state = trained(tx, params())
-    ema = jo.to_device(state[0].ema)
-    assert kinds_of(ema) == {"w": DEVICE, "b": DEVICE}
-    assert np.isfinite(optax.tree.norm(ema))
-    moments = jo.to_device(optax.tree.get(state, "mu"))
-    assert float(optax.tree.norm(moments)) > 0
-    updates, _ = jax.jit(tx.update)(p, state, p)
-    assert float(jax.jit(optax.tree.norm)(updates)) > 0  # updates and gradients are on the device as ever
-
-
 @pytest.mark.parametrize("abstract", [False, True])
 def test_abstract_state(abstract):
     p = params()

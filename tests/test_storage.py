@@ -1,7 +1,6 @@
 """offload(..., storage=): what is kept in fewer bits, where it lives, and what the optimizer sees of it."""
 
 import functools
-import re
 import warnings
 
 import jax
@@ -14,7 +13,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_offload as jo
-from tests.support.trees import gradients, kinds, shardings_in
+from tests.support.trees import gradients, kinds
 
 HOST = "pinned_host"
 ADAMW = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-2))
@@ -52,57 +51,45 @@ def encoded(state):
 
 @pytest.mark.long("trains twice")
 @pytest.mark.parametrize("storage", ["mixed", "int8"])
-@pytest.mark.parametrize("window", [40_000])
-def test_steps_equal_those_of_a_resident_state_in_the_same_format(storage, window):
-    rules = ADAM_STORAGE[storage]
-    tx = jo.offload(ADAMW, storage=rules, min_bytes=1024, window=window)
-    plain_tx = jo.offload(ADAMW, storage=rules, min_bytes=1024, fraction=0)
-    params = parameters()
-    a, sa = jax.tree.map(jnp.copy, params), tx.init(params)
-    b, sb = jax.tree.map(jnp.copy, params), plain_tx.init(params)
-    ours, theirs = stepper(tx), stepper(plain_tx)
-    for k in range(4):
-        a, sa = ours(a, sa, k)
-        b, sb = theirs(b, sb, k)
-    assert jax.tree.structure(sa) == jax.tree.structure(sb)
-    for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
+def test_steps_equal_those_of_a_resident_state_in_the_same_format(storage):
+    rules, params = ADAM_STORAGE[storage], parameters()
+    txs = [jo.offload(ADAMW, storage=rules, min_bytes=1024, window=40_000, fraction=fraction) for fraction in (1, 0)]
+    runs = []
+    for tx in txs:
+        p, state, step = jax.tree.map(jnp.copy, params), tx.init(params), stepper(tx)
+        for k in range(4):
+            p, state = step(p, state, k)
+        runs.append((p, state))
+    assert jax.tree.structure(runs[0]) == jax.tree.structure(runs[1])
+    for x, y in zip(jax.tree.leaves(runs[0]), jax.tree.leaves(runs[1]), strict=True):
         # fusion may change a last bit, and with it, once in a while, which way a number is rounded
-        assert (np.abs(np.asarray(x) - np.asarray(y)) > 1e-6).mean() < 1e-3
-    for x, y in zip(jax.tree.leaves(sa), jax.tree.leaves(sb), strict=True):
         x, y = np.float32(x), np.float32(y)
-        bound = 1e-6 * np.abs(y) + 1e-7 * np.abs(y).max(initial=0)  # a difference of gradients may be near zero
+        bound = 1e-6 * np.maximum(np.abs(y), np.abs(y).max(initial=0))  # a difference of gradients may be near zero
         assert (np.abs(x - y) > bound).mean() < 1e-3
-    leaves = encoded(sa)
+    leaves = encoded(runs[0][1])
     assert len(leaves) == 6  # of layers, embed and flat; the norm is smaller than min_bytes
     for x in leaves:
         assert x.values.sharding.memory_kind == HOST and x.dtype == "float32"
-        assert x.values_scale is None or x.values_scale.sharding.memory_kind == (
-            HOST if x.values_scale.nbytes >= 1024 else "device"
-        )
-    assert {x.values.dtype.name for x in leaves} == set(
-        {"bfloat16": ["bfloat16"], "mixed": ["bfloat16", "float16"], "int8": ["int8", "uint8"]}.get(
-            storage, ["float8_e5m2", "float8_e4m3fn"]
-        )
-    )
-    if window:
-        how = {row.path: row.streams for row in jo.placement(tx, params).leaves}
-        stacked = [text for path, text in how.items() if "'layers'" in path and path.endswith("values")]
-        assert stacked and all("chunks of axis 0" in text for text in stacked), how
-        ragged = [text for path, text in how.items() if "'embed'" in path and path.endswith("values")]
-        assert ragged and all("chunks of axis 0" in text or text.startswith("whole, ") for text in ragged), how
+        large = x.values_scale is not None and x.values_scale.nbytes >= 1024
+        assert x.values_scale is None or x.values_scale.sharding.memory_kind == (HOST if large else "device")
+    expected = {"mixed": {"bfloat16", "float16"}, "int8": {"int8", "uint8"}}[storage]
+    assert {x.values.dtype.name for x in leaves} == expected
+    how = {row.path: row.streams for row in jo.placement(txs[0], params).leaves if row.path.endswith("values")}
+    stacked = [text for path, text in how.items() if "'layers'" in path]
+    assert stacked and all("chunks of axis 0" in text for text in stacked), how
 
 
-def test_what_no_gradient_touches_does_not_drift():
+@pytest.mark.parametrize(("storage", "dtype"), [("int8", jnp.float32), ("float8_e4m3fn", jnp.bfloat16)])
+def test_what_no_gradient_touches_does_not_drift(storage, dtype):
     """Zero gradients and no decay: momentum in the format is read and written again, and stays as it is."""
-    tx = jo.offload(optax.trace(decay=1.0), storage="int8", min_bytes=0)
-    params = parameters()
-    _, state = jax.jit(tx.update)(gradients(params), tx.init(params))
-    first = jax.tree.map(np.asarray, state.inner_state)
-    zeros, update = jax.tree.map(jnp.zeros_like, params), jax.jit(tx.update)
+    tx, params = jo.offload(optax.trace(decay=1.0), storage=storage, min_bytes=0), parameters(dtype)
+    update = jax.jit(tx.update)
+    _, state = update(gradients(params), tx.init(params))
+    first = jo.to_plain(tx, state)
     for _ in range(5):
-        _, state = update(zeros, state)
-    for x, y in zip(jax.tree.leaves(state.inner_state), jax.tree.leaves(first), strict=True):
-        np.testing.assert_array_equal(x, y)
+        _, state = update(jax.tree.map(jnp.zeros_like, params), state)
+    for x, y in zip(jax.tree.leaves(jo.to_plain(tx, state)), jax.tree.leaves(first), strict=True):
+        np.testing.assert_array_equal(np.float32(x), np.float32(y))
     assert state.rounds == 6
 
 
@@ -144,42 +131,20 @@ def test_what_is_not_finite_shows(value):
     )
 
 
-@pytest.mark.long("trains on eight devices")
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
-@pytest.mark.parametrize(("shard_over", "storage"), [(None, "mixed"), ("data", "int8")])
-def test_sharded(axis_type, shard_over, storage):
+@pytest.mark.parametrize("shard_over", [None, "data"])
+def test_blocks_are_divided_as_their_parameters_are(axis_type, shard_over):
     mesh = jax.make_mesh((2, 2, 2), ("data", "fsdp", "tensor"), axis_types=(axis_type,) * 3)
-    specs = {"layers": P(None, "fsdp", "tensor"), "embed": P("fsdp"), "flat": P(), "norm": P()}
-    params = {k: jax.device_put(x, NamedSharding(mesh, specs[k])) for k, x in parameters().items()}
-    tx = jo.offload(ADAMW, storage=ADAM_STORAGE[storage], min_bytes=1024, shard_over=shard_over, window=40_000)
-    single = jo.offload(ADAMW, storage=ADAM_STORAGE[storage], min_bytes=1024)
-    alone = parameters()
-    shardings = shardings_in(jo.abstract_state(tx, params))
+    params = {"w": jax.device_put(parameters()["layers"], NamedSharding(mesh, P(None, "fsdp", "tensor")))}
+    tx = jo.offload(ADAMW, storage=ADAM_STORAGE["int8"], min_bytes=0, shard_over=shard_over)
     with jax.set_mesh(mesh):
-        state = jax.jit(tx.init, out_shardings=shardings)(params)
-        out = jax.tree.map(lambda x: x.sharding, params), shardings
-
-        @functools.partial(jax.jit, donate_argnums=(0, 1), out_shardings=out)
-        def step(params, state, k):
-            return jo.update_params(tx, gradients(params, k), state, params)
-
-        got, state = jax.tree.map(jnp.copy, params), state
-        for k in range(3):
-            got, state = step(got, state, k)
-    one, s = jax.tree.map(jnp.copy, alone), single.init(alone)
-    for k in range(3):
-        one, s = stepper(single)(one, s, k)
-    for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(one), strict=True):
-        assert (np.abs(np.asarray(x) - np.asarray(y)) > 1e-5).mean() < 5e-3
-    abstract = jo.abstract_state(tx, params)
-    for x, y in zip(jax.tree.leaves(state), jax.tree.leaves(abstract), strict=True):
-        assert x.sharding.is_equivalent_to(y.sharding, x.ndim) and x.sharding.memory_kind == y.sharding.memory_kind
-    mu = state.inner_state[1][0].mu["layers"]
-    over = "data" if shard_over else None
-    assert mu.values.sharding.spec == P(over, "fsdp", "tensor"), mu.values.sharding
-    if storage == "int8":
-        scale = state.inner_state[1][0].nu["layers"].values_scale.sharding.spec
-        assert scale == P(over, "fsdp", "tensor"), scale  # 256 columns are four blocks, over two devices
+        state, step = tx.init(params), jax.jit(lambda p, s: jo.update_params(tx, gradients(p), s, p))
+        for x in (state, step(params, state)[1]):
+            nu = x.inner_state[1][0].nu["w"]  # 256 columns are four blocks, over two devices
+            assert nu.values.sharding.spec == nu.values_scale.sharding.spec == P(shard_over, "fsdp", "tensor")
+            assert kinds(nu) == [HOST, HOST]
+            jax.tree.map(lambda x, s: x.sharding.is_equivalent_to(s.sharding, x.ndim) or pytest.fail(str(x.sharding)),
+                         x, jo.abstract_state(tx, params))  # fmt: skip
 
 
 def test_compiles_once_with_storage():
@@ -231,14 +196,6 @@ def test_eight_bit_integers_want_float32_leaves():
     """The points of the map, scaled, are no numbers of bfloat16: they would drift. Those of float8 are."""
     with pytest.raises(ValueError, match=r"0/mu/embed: it is bfloat16, .* float32 ones: jo\.offload\("):
         jo.offload(optax.adam(1e-3), storage={"mu": "int8"}, min_bytes=0).init(parameters(jnp.bfloat16))
-    tx = jo.offload(optax.trace(decay=1.0), storage="float8_e4m3fn", min_bytes=0)
-    params = parameters(jnp.bfloat16)
-    _, state = jax.jit(tx.update)(gradients(params), tx.init(params))
-    first, zeros = jo.to_plain(tx, state), jax.tree.map(jnp.zeros_like, params)
-    for _ in range(5):
-        _, state = jax.jit(tx.update)(zeros, state)
-    for x, y in zip(jax.tree.leaves(jo.to_plain(tx, state)), jax.tree.leaves(first), strict=True):
-        np.testing.assert_array_equal(np.float32(x), np.float32(y))
 
 
 @pytest.mark.long("trains two models")
@@ -360,20 +317,6 @@ def test_every_step_and_leaf_is_rounded_otherwise():
     assert len(seen) == 400
 
 
-@pytest.mark.parametrize("storage", ["int8"])
-def test_no_leaf_has_numbers_of_its_own_in_the_program(storage):
-    """A seed of its own, as a constant, was a kernel of its own to compile."""
-
-    def constants(n):
-        params = jax.device_put({f"layers_{i}": jnp.ones((16, 256)) for i in range(n)}, jax.devices()[0])
-        tx = jo.offload(ADAMW, storage=ADAM_STORAGE[storage], min_bytes=0)
-        text = jax.jit(tx.update).trace(params, tx.init(params), params).lower().as_text()
-        assert len(re.findall(r"func private @update_slice", text)) == 1  # and one function is all leaves'
-        return set(re.findall(r"dense<\w+> : tensor<ui32>", text))
-
-    assert constants(8) == constants(3)
-
-
 @pytest.mark.parametrize(("name", "most"), [("bfloat16", 70), ("float8_e4m3fn", 220), ("int8", 220), ("uint8", 260)])
 def test_encoders_are_small(name, most):
     """XLA's time for fusing a step grows with the operations of each leaf."""
@@ -386,11 +329,10 @@ def test_encoders_are_small(name, most):
     assert operations(storage=name) - operations() <= most
 
 
-@pytest.mark.parametrize("storage", ["int8", pytest.param("mixed", marks=pytest.mark.long("compiles three steps"))])
-def test_under_vmap_and_shard_map(storage):
+def test_under_vmap_and_shard_map():
     """As one by one; inside ``shard_map`` each device rounds by places of its own."""
     mesh = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Auto,))
-    tx = jo.offload(optax.adamw(1e-2), storage=ADAM_STORAGE[storage], min_bytes=0)
+    tx = jo.offload(optax.adamw(1e-2), storage=ADAM_STORAGE["int8"], min_bytes=0)
     params = jax.device_put({"w": jax.random.normal(jax.random.key(0), (8, 16, 256))}, jax.devices()[0])
 
     def steps(params):

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
 from typing import Any, NamedTuple
 
 import flax
@@ -24,7 +23,7 @@ from flax.core import FrozenDict
 from hypothesis import strategies as st
 
 import jax_offload as jo
-from tests.support.trees import FAST, assert_same, eligible, kinds
+from tests.support.trees import FAST, assert_same, kinds
 
 DEVICE = jax.devices()[0]
 
@@ -95,25 +94,6 @@ def prefixes(draw: Any, params: Any, values: st.SearchStrategy) -> Any:
     return jax.tree.map(lambda _: draw(values), params, is_leaf=lambda _: draw(st.integers(0, 2)) == 0)
 
 
-@dataclasses.dataclass(frozen=True)
-class Above:
-    """The leaf of a prefix tree that governs a parameter: its number and its value."""
-
-    number: int
-    value: Any
-
-
-def spread(prefix: Any, params: Any) -> list[Above]:
-    """For every parameter the leaf of ``prefix`` above it."""
-    number = itertools.count()
-
-    def below(value: Any, subtree: Any) -> Any:
-        above = Above(next(number), value)
-        return jax.tree.map(lambda _: above, subtree)
-
-    return jax.tree.leaves(jax.tree.map(below, prefix, params))
-
-
 OPTIMIZERS = {
     "adamw": lambda: optax.adamw(1e-2),
     "adafactor": lambda: optax.adafactor(1e-2, min_dim_size_to_factor=2),
@@ -156,46 +136,18 @@ def assert_as_resident(inner: Any, tx: Any, params: Any, *, jitted: bool = False
 
 
 @few
-@hypothesis.given(params=trees, name=st.sampled_from(list(OPTIMIZERS)), window=st.sampled_from([None, 1, 40]))
-def test_random_trees_jitted(params, name, window):
-    inner = OPTIMIZERS[name]()
-    assert_as_resident(inner, jo.offload(inner, min_bytes=0, window=window), params, jitted=True)
-
-
-@pytest.mark.long("random cases")
-@settings
-@hypothesis.given(params=trees, data=st.data())
-def test_fraction_is_any_prefix(params, data):
-    fraction = prefixes(data.draw, params, st.sampled_from([0.0, 0.25, 0.5, 1.0]))
-    state = optax.adam(1e-2).init(params)
-    tx = jo.offload(optax.adam(1e-2), fraction=fraction, min_bytes=0)
-    count, *moments = jo.placement(tx, params).leaves
-    assert not count.host
-    above = spread(fraction, params)
-    groups: dict[Above, list[Any]] = {}
-    for row, x, governing in zip(moments, jax.tree.leaves(state)[1:], [*above, *above], strict=True):
-        if eligible(x):
-            groups.setdefault(governing, []).append(row)
-        else:
-            assert not row.host
-    for governing, rows in groups.items():
-        host, total = sum(r.nbytes for r in rows if r.host), sum(r.nbytes for r in rows)
-        assert abs(host - governing.value * total) <= max(r.nbytes for r in rows) / 2
-    assert_as_resident(optax.adam(1e-2), tx, params)
-
-
-@pytest.mark.long("random cases")
-@settings
-@hypothesis.given(params=trees, data=st.data())
-def test_select_is_any_prefix(params, data):
-    select = prefixes(data.draw, params, st.booleans())
-    tx = jo.offload(optax.adam(1e-2), select=select, min_bytes=0)
-    state = assert_as_resident(optax.adam(1e-2), tx, params)
-    chosen = [above.value for above in spread(select, params)]
-    count, *moments = jax.tree.leaves(state)
-    assert kinds(count) == ["device"]
-    want = [c and eligible(x) for c, x in zip([*chosen, *chosen], moments, strict=True)]
-    assert [k == "pinned_host" for k in kinds(moments)] == want
+@hypothesis.given(
+    params=trees, name=st.sampled_from(list(OPTIMIZERS)), window=st.sampled_from([None, 1, 40]), data=st.data()
+)
+def test_random_trees_jitted(params, name, window, data):
+    """With shares for any prefix of the tree: 1.0 moves all that may move, and 0.0 nothing."""
+    inner, fraction = OPTIMIZERS[name](), prefixes(data.draw, params, st.sampled_from([0.0, 0.5, 1.0]))
+    tx = jo.offload(inner, min_bytes=0, window=window, fraction=fraction)
+    assert_as_resident(inner, tx, params, jitted=True)
+    shares = jax.tree.leaves(jax.tree.broadcast(fraction, params))
+    for leaf in jo.placement(tx, params).leaves:
+        if leaf.owner is not None and leaf.nbytes and leaf.shape and shares[leaf.owner] != 0.5:
+            assert leaf.host == (shares[leaf.owner] == 1.0), leaf
 
 
 @pytest.mark.parametrize("params", [[], {"a": None, "b": []}, Pair((), {}), Layer(None, None)], ids=repr)

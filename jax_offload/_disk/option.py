@@ -100,7 +100,7 @@ def check_disk(given: Any, policy: Policy) -> None:
         raise ValueError(
             f"disk: the device updates leaves on disk; got update_on={policy.update_on!r} too. Fix: leave one out."
         )
-    if isinstance(policy.fraction, (int, float)) and policy.fraction == 0:
+    if policy.fraction == 0:
         raise ValueError("disk: with fraction=0 nothing leaves the device. Fix: leave one of them out.")
 
 

@@ -208,10 +208,9 @@ class Emitter:
         """Make everything that follows wait for this phase of the iteration, and for its transfers."""
         groups, body = self.plan.groups, self.plan.body
         following = [v for v in groups[phase + 1] if v in hand.new]
-        # where nothing is loaded, the next phase loads what this one has stored
-        back = [] if fetched else [v for v in groups[phase] if v in hand.new]
-        gate = body.gates[phase]
-        gates = [] if gate is None else [gate, *(self.plan.passed_through if phase == 0 else ())]
+        # else XLA would store in the next phase too, which loads from the same buffers
+        back = [v for v in groups[phase] if v in hand.new]
+        gates = [gate for gate in [body.gates[phase]] if gate is not None]
         parts = [(inner, gates), (hand.new, following), (hand.wholes, back), (fetched, [*fetched])]
         values = iter(together([values[v] for values, vs in parts for v in vs]))
         for of, vs in parts:

@@ -114,15 +114,25 @@ def check_gradients(updates: Any, params: Any) -> None:
             )
 
 
-def check_on_device(updates: Any, params: Any, why: str) -> None:
-    """Raise ``ValueError`` for parameters or gradients in host memory, where ``why`` says that they cannot be."""
-    for argument, tree in (("params", params), ("updates", updates)):
+def check_on_device(updates: Any, params: Any, why: str, state: Any = None) -> None:
+    """Raise ``ValueError`` if parameters, gradients or a state are in host memory; ``why`` says why they cannot be."""
+    for argument, tree in (("params", params), ("updates", updates), ("state", state)):
         for path, x in leaves_with_paths(tree):
             if on_host(x):
                 raise ValueError(
                     f"{argument}: {keystr(path) or 'the array'} is in pinned host memory, and {why}. Fix: move them "
                     f"inside the step, {argument} = jo.to_device({argument}), or keep them on the device."
                 )
+
+
+def check_managed(state: Any, cause: Exception) -> None:
+    """Raise ``ValueError`` if an update failed because no ``offload`` loads a state leaf from host memory."""
+    names = [keystr(path) for path, x in leaves_with_paths(state) if on_host(x)]
+    if names and "memory_space" in str(cause):
+        raise ValueError(
+            f"state: {len(names)} leaves are in pinned host memory, the first is {names[0]}, and no offload(...) in tx "
+            "loads all of them. Fix: state = jo.to_host(tx, state), which moves each leaf to where tx keeps it."
+        ) from cause
 
 
 def check_tree(updates: Any, params: Any, cause: Exception) -> None:

@@ -23,8 +23,7 @@ from jax_offload._base.paths import matches, names_of, owners
 from jax_offload._plan.order import Order, ranks
 
 Select = Any  # None | bool prefix tree | Callable[[str, ShapeDtypeStruct], bool] | str | Sequence[str]
-Governing = tuple[int, float] | None  # the subtree or rule that governs a parameter, and its value
-_SHARES = {"device": 0.0, "host": 1.0}
+Governing = tuple[int, Any] | None  # the subtree or rule that governs a parameter, and its value
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,22 +84,20 @@ def place(policy: Policy, state: Any, params: Any) -> list[Leaf]:
     paths_state = jax.tree_util.tree_flatten_with_path(state)[0]
     order = ranks(state, params, policy.order)
     names = names_of([path for path, _ in paths_params])
-    fraction, share = (
-        per_parameter(name, said, params, names)
-        for name, said in (("fraction", policy.fraction), ("update_on", policy.update_on))
+    fraction, select, share = (
+        _per_parameter(name, getattr(policy, name), params, names) for name in ("fraction", "select", "update_on")
     )
-    selected = selector(policy.select, params, [(name, p) for name, (_, p) in zip(names, paths_params, strict=True)])
 
     leaves: list[Leaf] = []
     asked: list[bool] = []  # what select says of the leaves that may move
     fractions: list[Governing] = []  # None: the leaf stays
     for index, ((path, x), i) in enumerate(zip(paths_state, owners(state, params), strict=True)):
-        why, name = stays(x, policy.min_bytes), keystr(path)
+        why, name, selected = stays(x, policy.min_bytes), keystr(path), select(i)
         like_param = not why and i is not None and is_like(name, np.shape(x), np.shape(paths_params[i][1]))
-        if not why and i is None and (policy.select is not None or fraction(None) is None):
+        if not why and (selected is None or fraction(i) is None):
             why = "belongs to no one parameter"
-        if not why and i is not None:
-            asked.append(selected(i, x))
+        if not why and selected is not None:
+            asked.append(bool(selected[1](names[i], x) if i is not None and callable(selected[1]) else selected[1]))
             why = "" if asked[-1] else "not selected"
         fractions.append(None if why else fraction(i))
         leaves.append(
@@ -108,10 +105,11 @@ def place(policy: Policy, state: Any, params: Any) -> list[Leaf]:
                  None if i is None else names[i], i, False, why, order[index],
                  policy.shard_over if like_param else ())
         )  # fmt: skip
-    if callable(policy.select) and asked and not any(asked):
+    if asked and not any(asked):
         raise ValueError(
-            f"select: {policy.select!r} selects no leaf of the state, of the {len(asked)} that may move. It is called "
-            f"with a parameter's path and a state leaf; the paths are {', '.join(names[:8])}."
+            f"select: {policy.select!r} selects no leaf of the state, of the {len(asked)} that may move. A function is "
+            f"called with a parameter's path and a state leaf; the paths are {', '.join(names[:8])}. Fix: select some "
+            "of these, or write fraction=0 instead, which moves nothing."
         )
     hosts = _first_leaves(leaves, fractions, range(len(leaves)))
     leaves = [
@@ -233,35 +231,46 @@ def _together(chosen: Sequence[int], leaves: Sequence[Leaf], whose: Sequence[Has
 
 
 # ---- the options, checked and read for each parameter
-#
-# ``fraction``, ``select`` and ``update_on`` are one value for all parameters, a pytree prefix of them, or regular
-# expressions that are searched in their paths.
 
 
 @dataclasses.dataclass(frozen=True)
 class Rules:
-    """An option as regular expressions: the first that is found in a parameter's path counts.
-
-    Attributes:
-      patterns: the expressions.
-      values: what each of them says.
-      otherwise: what holds for a parameter in whose path none is found.
-    """
+    """An option as regular expressions: the first that is found in a parameter's path gives its value, none gives 0."""
 
     patterns: tuple[str, ...]
     values: tuple[Any, ...]
-    otherwise: Any
+
+
+_SIDES = {"device": 0.0, "host": 1.0}
+_EXPECTED = {
+    "fraction": "a float in [0, 1], or a pytree prefix of the parameters with one per subtree; got {!r}. fraction=0.5 "
+    "offloads half of the eligible bytes.",
+    "select": "regular expressions, a callable on (path, leaf), or a pytree prefix of the parameters with a bool per "
+    "subtree; got {!r}.",
+    "update_on": "'device', 'host', the share in [0, 1] that the host's cores update, a pytree prefix of the "
+    "parameters with one of these per subtree, or pairs of a regular expression and one of these; got {!r}. With "
+    "update_on=0.3 the cores update 30 % of the bytes in host memory, with [('embed', 'host')] the embedding.",
+}
 
 
 @dataclasses.dataclass(frozen=True)
 class Policy:
     """The placement options of ``offload``, checked.
 
+    ``fraction``, ``select`` and ``update_on`` have one value for all parameters, a pytree prefix of them, or ``Rules``.
+
     Attributes:
+      fraction: the share of the eligible bytes that moves, from 0 to 1.
+      select: whether state may move; or a function of a parameter's path and a state leaf that says so.
+      min_bytes: the size in bytes below which a leaf stays.
       window: in bytes.
+      order: regular expressions in the order of the backward pass.
       shard_over: the names of mesh axes.
-      update_on: the share of the host's cores, from 0 to 1: one, a tree of them, or ``Rules``.
+      update_on: the share of the bytes in host memory that the host's cores update, from 0 to 1.
       disk: a ``jax_offload.disk``, or ``None``.
+
+    Raises:
+      ValueError: an option is out of range, or two do not go together.
     """
 
     fraction: Any
@@ -273,75 +282,53 @@ class Policy:
     update_on: Any
     disk: Any
 
+    def __post_init__(self) -> None:
+        if not is_integer(self.min_bytes) or self.min_bytes < 0:
+            raise ValueError(
+                f"min_bytes: expected a number of bytes >= 0, an int; got {self.min_bytes!r}. 2**16 are 64 KiB."
+            )
+        if self.window is not None and (not is_integer(self.window) or self.window <= 0):
+            raise ValueError(
+                f"window: expected a number of bytes > 0, an int, or None; got {self.window!r}. 2**28 are 256 MiB."
+            )
+        if self.order is not None and (isinstance(self.order, str) or not _are_strings(self.order)):
+            raise ValueError(
+                "order: expected regular expressions, in the order in which the gradients that they match appear "
+                f"in the backward pass; got {self.order!r}. For example order=['head', 'layers', 'embed']."
+            )
+        select, update_on = self.select, self.update_on
+        if select is None:
+            select = True
+        elif callable(select):
+            _check_takes_two(select)
+        elif _are_strings(select):
+            patterns = (select,) if isinstance(select, str) else tuple(select)
+            select = Rules(patterns, (True,) * len(patterns))
+        if _are_rules(update_on):
+            update_on = Rules(tuple(rule for rule, _ in update_on), tuple(share for _, share in update_on))
+        checked = {
+            "fraction": _checked("fraction", self.fraction, _share),
+            "select": select if callable(select) else _checked("select", select, _choice),
+            "shard_over": _axes(self.shard_over),
+            "update_on": _checked("update_on", update_on, lambda x: _SIDES.get(x) if isinstance(x, str) else _share(x)),
+        }
+        for name, said in checked.items():
+            object.__setattr__(self, name, said)
+        if self.update_on != 0 and self.fraction == 0:
+            raise ValueError(
+                f"update_on: with fraction=0 there is nothing in host memory to update; got {update_on!r}. Fix: leave "
+                "one of both out."
+            )
+
     @property
     def leaves_nothing(self) -> bool:
         """Whether all of the state stays on the device, divided as its parameters are."""
-        return _is_number(self.fraction) and self.fraction == 0 and not self.shard_over
+        return self.fraction == 0 and not self.shard_over
 
 
-def policy_of(
-    *, fraction: Any, select: Any, min_bytes: Any, window: Any, order: Any, shard_over: Any, update_on: Any, disk: Any
-) -> Policy:
-    """Check the options as ``offload`` takes them.
-
-    Raises:
-      ValueError: an option is out of range, or two do not go together.
-    """
-    for f in jax.tree.leaves(fraction):
-        if isinstance(f, bool) or not isinstance(f, (int, float, np.floating)) or not 0 <= f <= 1:
-            raise ValueError(
-                "fraction: expected a float in [0, 1], or a pytree prefix of the parameters with one per "
-                f"subtree; got {fraction!r}. fraction=0.5 offloads half of the eligible bytes."
-            )
-    if not is_integer(min_bytes) or min_bytes < 0:
-        raise ValueError(f"min_bytes: expected a number of bytes >= 0, an int; got {min_bytes!r}. 2**16 are 64 KiB.")
-    if window is not None and (not is_integer(window) or window <= 0):
-        raise ValueError(f"window: expected a number of bytes > 0, an int, or None; got {window!r}. 2**28 are 256 MiB.")
-    if order is not None and (
-        not isinstance(order, Sequence) or isinstance(order, str) or not all(isinstance(rule, str) for rule in order)
-    ):
-        raise ValueError(
-            "order: expected regular expressions, in the order in which the gradients that they match appear "
-            f"in the backward pass; got {order!r}. For example order=['head', 'layers', 'embed']."
-        )
-    shares = _shares_of_cores(update_on)
-    if shares != 0 and _is_number(fraction) and fraction == 0:
-        raise ValueError(
-            f"update_on: with fraction=0 there is nothing in host memory to update; got {update_on!r}. Fix: leave "
-            "one of both out."
-        )
-    return Policy(fraction, select, min_bytes, window, order, _axes(shard_over), shares, disk)
-
-
-def _axes(shard_over: Any) -> tuple[str, ...]:
-    """Return ``shard_over`` as a tuple of names."""
-    axes = (shard_over,) if isinstance(shard_over, str) else shard_over
-    if axes is None:
-        return ()
-    if not isinstance(axes, Sequence) or not axes or not all(isinstance(name, str) for name in axes):
-        raise ValueError(f"shard_over: expected the name of a mesh axis, or several; got {shard_over!r}.")
-    if len(set(axes)) < len(axes):
-        raise ValueError(f"shard_over: names an axis twice: {shard_over!r}.")
-    return tuple(axes)
-
-
-def _shares_of_cores(update_on: Any) -> Any:
-    def share(x: Any) -> float:
-        if isinstance(x, str) and x in _SHARES:
-            return _SHARES[x]
-        if isinstance(x, bool) or not isinstance(x, (int, float, np.floating)) or not 0 <= x <= 1:
-            raise ValueError(
-                "update_on: expected 'device', 'host', the share in [0, 1] that the host's cores update, a pytree "
-                "prefix of the parameters with one of these per subtree, or pairs of a regular expression and one of "
-                f"these; got {update_on!r}. with update_on=0.3 the cores update 30 % of the host "
-                "memory's bytes, with [('embed', 'host')] the embedding."
-            )
-        return float(x)
-
-    if _are_rules(update_on):
-        return Rules(tuple(rule for rule, _ in update_on), tuple(share(x) for _, x in update_on), 0.0)
-    leaves, treedef = jax.tree.flatten(update_on, is_leaf=lambda x: x is None)
-    return jax.tree.unflatten(treedef, [share(x) for x in leaves])
+def _are_strings(said: Any) -> bool:
+    """Return whether an option is one string or several."""
+    return isinstance(said, str) or (isinstance(said, Sequence) and all(isinstance(x, str) for x in said))
 
 
 def _are_rules(update_on: Any) -> bool:
@@ -350,57 +337,48 @@ def _are_rules(update_on: Any) -> bool:
         isinstance(update_on, (list, tuple))
         and bool(update_on)
         and all(isinstance(x, (list, tuple)) and len(x) == 2 and isinstance(x[0], str) for x in update_on)
-        and not all(rule in _SHARES for rule, _ in update_on)
+        and not all(rule in _SIDES for rule, _ in update_on)
     )
 
 
-def _is_number(said: Any) -> bool:
-    return isinstance(said, (int, float, np.floating))
+def _checked(name: str, said: Any, meaning: Callable[[Any], Any]) -> Any:
+    """Replace each value of an option by its meaning; a value without one, ``None``, is an error."""
 
+    def one(x: Any) -> Any:
+        if (found := meaning(x)) is None:
+            raise ValueError(f"{name}: expected {_EXPECTED[name].format(said)}")
+        return found
 
-def per_parameter(name: str, said: Any, params: Any, names: Sequence[str]) -> Callable[[int | None], Governing]:
-    """Return the option ``name`` as a function of a parameter's number, or of ``None`` for a leaf without one.
-
-    Args:
-      said: a number, a prefix of the parameters' tree, or ``Rules`` for their paths.
-      params, names: the parameters and their paths.
-    """
-    if _is_number(said) or not names:
-        return lambda i: (0, said) if _is_number(said) else None
     if isinstance(said, Rules):
-        hits = matches(name, said.patterns, names)
-        rules = [next((k for k, hit in enumerate(hits) if i in hit), -1) for i in range(len(names))]
-        found = [(k, said.otherwise if k < 0 else said.values[k]) for k in rules]
-    else:
-        leaves, treedef = jax.tree.flatten(said)
-        found = [(k, leaves[k]) for k in _broadcast(name, jax.tree.unflatten(treedef, range(len(leaves))), params)]
-    return lambda i: None if i is None else found[i]
+        return dataclasses.replace(said, values=tuple(map(one, said.values)))
+    return jax.tree.map(one, said) if said is not None else one(said)
 
 
-def selector(select: Select, params: Any, named: list[tuple[str, Any]]) -> Callable[[int, Any], bool]:
-    """Return ``select`` as a function of (index of the parameter, state leaf)."""
-    if select is None or not named:
-        return lambda i, leaf: True
-    if callable(select):
-        _check_takes_two(select)
-        return lambda i, leaf: bool(select(named[i][0], leaf))
-    if isinstance(select, str) or (isinstance(select, Sequence) and all(isinstance(r, str) for r in select)):
-        rules = [select] if isinstance(select, str) else list(select)
-        chosen = set().union(*matches("select", rules, [name for name, _ in named]))
-        return lambda i, leaf: i in chosen
-    mask = _broadcast("select", select, params)
-    if not all(isinstance(m, (bool, np.bool_)) for m in mask):
-        raise ValueError(
-            "select: expected regular expressions, a callable on (path, leaf), or a pytree prefix of the "
-            f"parameters with a bool per subtree; got {select!r}."
-        )
-    return lambda i, leaf: bool(mask[i])
+def _share(x: Any) -> float | None:
+    is_number = isinstance(x, (int, float, np.floating)) and not isinstance(x, bool)
+    return float(x) if is_number and 0 <= x <= 1 else None
+
+
+def _choice(x: Any) -> bool | None:
+    return bool(x) if isinstance(x, (bool, np.bool_)) else None
+
+
+def _axes(shard_over: Any) -> tuple[str, ...]:
+    """Return ``shard_over`` as a tuple of names."""
+    axes = (shard_over,) if isinstance(shard_over, str) else shard_over
+    if axes is None:
+        return ()
+    if not axes or not _are_strings(axes):
+        raise ValueError(f"shard_over: expected the name of a mesh axis, or several; got {shard_over!r}.")
+    if len(set(axes)) < len(axes):
+        raise ValueError(f"shard_over: names an axis twice: {shard_over!r}.")
+    return tuple(axes)
 
 
 def _check_takes_two(select: Callable[..., Any]) -> None:
     try:
         signature = inspect.signature(select)
-    except ValueError:  # of a builtin
+    except ValueError:  # a builtin may have no signature
         return
     try:
         signature.bind("path", None)
@@ -411,12 +389,33 @@ def _check_takes_two(select: Callable[..., Any]) -> None:
         ) from error
 
 
-def _broadcast(name: str, prefix: Any, params: Any) -> list[Any]:
-    """Return the leaf of a prefix tree for every parameter."""
-    try:
-        return jax.tree.leaves(jax.tree.broadcast(prefix, params))
-    except ValueError as error:
-        raise ValueError(
-            f"{name}: expected a single value or a pytree prefix of the parameters.\n"
-            f"  got        {prefix!r}\n  parameters {jax.tree.structure(params)}\n{error}"
-        ) from error
+def _per_parameter(name: str, said: Any, params: Any, names: Sequence[str]) -> Callable[[int | None], Governing]:
+    """Return the option ``name`` as a function of a parameter's number, or of ``None`` for a leaf without one.
+
+    Args:
+      name: the option.
+      said: its value, a prefix of the parameters' tree, ``Rules`` for their paths, or a function.
+      params: the parameters.
+      names: their paths.
+    """
+    if name == "select" and callable(said):  # a prefix may be a model, which is callable too
+        return lambda i: None if i is None else (0, said)
+    if not isinstance(said, Rules) and jax.tree_util.all_leaves([said]):
+        return lambda i: (0, said)
+    if not names:
+        return lambda i: None
+    if isinstance(said, Rules):
+        hits = matches(name, said.patterns, names)
+        rules = [next((k for k, hit in enumerate(hits) if i in hit), -1) for i in range(len(names))]
+        found = [(k, 0.0 if k < 0 else said.values[k]) for k in rules]
+    else:
+        leaves, treedef = jax.tree.flatten(said)
+        try:
+            above = jax.tree.leaves(jax.tree.broadcast(jax.tree.unflatten(treedef, range(len(leaves))), params))
+        except ValueError as error:
+            raise ValueError(
+                f"{name}: expected a single value or a pytree prefix of the parameters.\n"
+                f"  got        {said!r}\n  parameters {jax.tree.structure(params)}\n{error}"
+            ) from error
+        found = [(k, leaves[k]) for k in above]
+    return lambda i: None if i is None else found[i]

@@ -30,9 +30,9 @@ from jax_offload._placement.placement import Leaf
 
 
 def partitioned(
-    sharding: Sharding | None, shape: Sequence[int], over: Sequence[str], whose: str
+    sharding: Sharding | None, shape: Sequence[int], over: Sequence[str], name: str | None
 ) -> NamedSharding | str:
-    """Divide ``sharding`` over further mesh axes; return the reason as text if that is impossible.
+    """Divide the sharding of the parameter ``name`` over further mesh axes; return why as text if that is impossible.
 
     The first axis of the array that divides evenly is divided, preferably one that is not sharded yet. In arrays of
     three or more axes the first axis is tried last: in a scanned model it counts the layers, and each layer's gradient
@@ -43,8 +43,8 @@ def partitioned(
     """
     if not isinstance(sharding, NamedSharding):
         raise ValueError(
-            f"shard_over: {tuple(over)} are axes of a mesh, but {whose} is on {sharding}. Fix: give the parameters "
-            "a NamedSharding (jax.device_put, or the out_shardings of their init)."
+            f"shard_over: {tuple(over)} are axes of a mesh, but parameter {name} is on {sharding}. Fix: give the "
+            "parameters a NamedSharding (jax.device_put, or the out_shardings of their init)."
         )
     if len(set(sharding.mesh.axis_types)) > 1:
         raise ValueError(
@@ -87,7 +87,7 @@ def partitions(plan: Sequence[Leaf], params: Any, shardings: Shardings, remember
     for i, over in {leaf.owner: leaf.shard_over for leaf in plan if leaf.owner is not None and leaf.shard_over}.items():
         path, x = flat[i]
         if (name := key_of(path)) in shardings:
-            sharded = partitioned(shardings[name], x.shape, over, _parameter(name))
+            sharded = partitioned(shardings[name], x.shape, over, name)
             if isinstance(sharded, NamedSharding):
                 found[name] = sharded
         else:
@@ -144,9 +144,7 @@ def resharded(tree: Any, shardings: Mapping[str, Sharding], like: Any = None) ->
     return jax.tree_util.tree_map_with_path(one, tree)
 
 
-def state_sharding(
-    leaf: Leaf, shape: Sequence[int], own: Sharding, param: Sequence[int], whose: str
-) -> tuple[Sharding, str]:
+def state_sharding(leaf: Leaf, shape: Sequence[int], own: Sharding, param: Sequence[int]) -> tuple[Sharding, str]:
     """Return the sharding of a state leaf of its parameter's shape, and why ZeRO-1 does not divide it further.
 
     Args:
@@ -154,9 +152,8 @@ def state_sharding(
       shape: the leaf's shape; there may be one scale for each block of the last axis.
       own: the parameter's sharding.
       param: the parameter's shape.
-      whose: the parameter's name, for messages.
     """
-    sharded = partitioned(own, param, leaf.shard_over, whose) if leaf.shard_over else own
+    sharded = partitioned(own, param, leaf.shard_over, leaf.param) if leaf.shard_over else own
     sharding, why = (own, sharded) if isinstance(sharded, str) else (sharded, "")
     return sharding if tuple(shape) == tuple(param) else fitted(sharding, shape), why
 
@@ -184,16 +181,12 @@ def resharded_state(state: Any, plan: Sequence[Leaf], params: Any, shardings: Sh
         path, param = flat[leaf.owner]
         if (name := key_of(path)) not in shardings or not (leaf.shard_over or np.ndim(x) == np.ndim(param)):
             return x if old is None else constrained(x, typed_sharding(jax.typeof(old)))
-        sharding, why = state_sharding(leaf, np.shape(x), shardings[name], np.shape(param), _parameter(name))
+        sharding, why = state_sharding(leaf, np.shape(x), shardings[name], np.shape(param))
         return x if why else constrained(x, sharding)
 
     leaves, treedef = jax.tree.flatten(state)
     olds = [None] * len(plan) if before is None else jax.tree.leaves(before)
     return jax.tree.unflatten(treedef, list(map(sharded, leaves, plan, olds)))
-
-
-def _parameter(name: str) -> str:
-    return f"parameter {name}"
 
 
 Axes = tuple[int | None, ...]  # for each axis of a leaf the axis of its parameter; None: none of them
@@ -216,30 +209,26 @@ def axes_in_parameter(
       The axes of each leaf; ``None`` if they are not known.
     """
     flat, treedef = jax.tree.flatten(params)
+    unknown: list[Axes | None] = [None] * len(leaves)
     if all(i is None or len(shape) in (0, len(np.shape(flat[i]))) for i, shape in leaves):
-        return [None] * len(leaves)
+        return unknown
     changed = [jax.ShapeDtypeStruct(_distinct(np.shape(x)), x.dtype) for x in flat]
     try:
         with described(()):
             probe = jax.tree.leaves(jax.eval_shape(init, jax.tree.unflatten(treedef, changed)))
     except Exception:  # an init that looks at more than shapes
-        return [None] * len(leaves)
-    if len(probe) != len(leaves):
-        return [None] * len(leaves)
-    return [
-        None if i is None else _axes(shape, x.shape, np.shape(flat[i]), changed[i].shape)
-        for (i, shape), x in zip(leaves, probe, strict=True)
-    ]
+        return unknown
 
+    def axes(i: int | None, shape: tuple[int, ...], probed: tuple[int, ...]) -> Axes | None:
+        if i is None or len(shape) != len(probed):
+            return None
+        at, param = changed[i].shape, np.shape(flat[i])
+        return tuple(
+            at.index(m) if m in at and param[at.index(m)] == n else None for n, m in zip(shape, probed, strict=True)
+        )
 
-def _axes(
-    leaf: tuple[int, ...], probe: tuple[int, ...], param: tuple[int, ...], changed: tuple[int, ...]
-) -> Axes | None:
-    if len(leaf) != len(probe):
-        return None
-    index = {n: axis for axis, n in enumerate(changed)}
-    axes = [index.get(m) for m in probe]
-    return tuple(a if a is not None and param[a] == n else None for a, n in zip(axes, leaf, strict=True))
+    same = len(probe) == len(leaves)
+    return [axes(*leaf, x.shape) for leaf, x in zip(leaves, probe, strict=True)] if same else unknown
 
 
 def _distinct(shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -131,17 +131,6 @@ class InScan:
         """The iteration's own arithmetic, divided as the link's time is."""
         return self._in_turn[1]
 
-    @property
-    def passed_through(self) -> list[Var]:
-        """Inputs that an iteration of a forward pass keeps for the backward pass; they wait for its first phase.
-
-        Kept at once, they would delay the first load. Where leaves are only loaded, as gradients on the host are,
-        nothing has to wait.
-        """
-        waits = self.ahead and {*self.loaded} == {*self.stored}
-        kept = variables(self.body.program.outputs[len(self.scan.carry) :]) if waits else []
-        return [v for v in dict.fromkeys(kept) if v in {*self.body.program.inputs}]
-
     @functools.cached_property
     def _in_turn(self) -> tuple[Groups, Phases]:
         """Two groups, or three where the link then waits less: of three equal leaves, such as masters and two moments,

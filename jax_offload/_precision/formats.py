@@ -16,6 +16,7 @@ import dataclasses
 import difflib
 import functools
 import math
+import operator
 from typing import Any
 
 import jax
@@ -23,22 +24,10 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from jax_offload._base.arrays import is_integer
+from jax_offload._base.arrays import is_integer, nbytes
 from jax_offload._base.shardings import constrained, padded, shards_of, typed_sharding
 
-
-@dataclasses.dataclass(frozen=True)
-class _Float:
-    """A binary floating-point format: its mantissa bits, and the exponents of its least normal and largest binade."""
-
-    mantissa: int
-    least: int
-    largest: int
-
-
-# A block is scaled by a power of two, so that its largest magnitude is at most the least of the last binade: then
-# rounding up neither overflows nor changes the scale.
-SCALED = {"float16": _Float(10, -14, 15), "float8_e4m3fn": _Float(3, -6, 8), "float8_e5m2": _Float(2, -14, 15)}
+SCALED = ("float16", "float8_e4m3fn", "float8_e5m2")
 INTEGERS = ("int8", "uint8")
 _MIDDLE = 128.0  # the code of zero in a uint8 block that has a negative number
 _SNAP = 1e-4  # as a part of a step: values this near a point of the map become that point, despite rounding errors
@@ -100,11 +89,6 @@ class Storage:
         if not is_integer(self.block) or self.block <= 0:
             raise ValueError(f"storage: block must be a number of elements > 0, an int; got {self.block!r}.")
 
-    @property
-    def itemsize(self) -> int:
-        """Bytes of one element, without the scale."""
-        return jnp.dtype(self.dtype).itemsize
-
 
 def _meant(given: Any, dtype: str) -> str:
     """Suggest the format that was probably meant; empty for the name of another dtype, or if none is near."""
@@ -113,65 +97,49 @@ def _meant(given: Any, dtype: str) -> str:
     return f" Did you mean {near[0]!r}?" if near and (name in _SHORT or not dtype) else ""
 
 
-def encode(x: jax.Array, storage: Storage, seed: Any = None) -> tuple[jax.Array, jax.Array | None]:
-    """Encode ``x`` as values in the format's dtype and a float32 scale for each block, of shape ``(..., blocks)``.
-
-    Args:
-      x: of shape ``(..., n)`` and any floating dtype.
-      storage: the format. bfloat16 has no scale.
-      seed: a uint32 that, with the place in ``x``, decides the rounding; ``None`` rounds to nearest.
+def encode(x: jax.Array, seed: Any = None, *, storage: Storage) -> list[jax.Array]:
+    """Encode ``x`` as values in the format's dtype and, if it has scales, a float32 per block, ``(..., blocks)``.
 
     NaN stays NaN. Infinity stays, or becomes NaN in formats without it. In the two 8-bit integers, which have neither,
     the whole block becomes NaN.
+
+    Args:
+      x: of shape ``(..., n)`` and any floating dtype.
+      seed: a uint32 that, with the place in ``x``, decides the rounding; ``None`` rounds to nearest.
+      storage: the format.
     """
-    x = x.astype(jnp.float32)
-    if storage.dtype == "float32":
-        return x, None
-    if storage.dtype == "bfloat16":
-        return to_bfloat16(x, *_places(x, seed), strides=_strides(x)), None
+    x, dtype = x.astype(jnp.float32), storage.dtype
+    if dtype == "float32":
+        return [x]
+    bits = None if seed is None else _random_bits(seed, x)
+    if dtype == "bfloat16":
+        return [_to_bfloat16(x, bits)]
     blocks = _in_blocks(x, storage.block)
-    scale = jnp.max(magnitude(blocks, dtype=storage.dtype), axis=-1)
-    if storage.dtype in SCALED:
-        scale = scale_of(scale, dtype=storage.dtype)
-    elif storage.dtype == "uint8":
-        scale = with_sign(scale, jnp.max(negative(blocks), axis=-1))
-    values = (to_float if storage.dtype in SCALED else to_code)(
-        *(x, _per_element(scale, x, storage.block), *_places(x, seed)),
-        dtype=storage.dtype,
-        strides=_strides(x),
-    )
-    return values, scale if storage.dtype in SCALED else or_nan(scale)
+    scale = jnp.max(_magnitude(blocks, dtype), axis=-1)
+    if dtype in SCALED:
+        scale = _power_for(scale, dtype)
+        return [_to_float(x, _per_element(scale, x, storage.block), bits, dtype), scale]
+    if dtype == "uint8":  # a block with a negative number has a negative scale
+        scale = _where(jnp.max(_where(blocks < 0, lax.full_like(blocks, 1), 0), axis=-1) > 0, -scale, scale)
+    values = _to_code(x, _per_element(scale, x, storage.block), bits, dtype)
+    return [values, _where(lax.abs(scale) == math.inf, lax.full_like(scale, math.nan), scale)]
 
 
-def decode(values: jax.Array, scale: jax.Array | None, storage: Storage) -> jax.Array:
-    """Decode what ``encode`` returns to float32."""
+def decode(values: jax.Array, scale: jax.Array | None = None, *, storage: Storage) -> list[jax.Array]:
+    """Decode what ``encode`` returns to one float32 array."""
     if scale is None:
-        return values.astype(jnp.float32)
+        return [values.astype(jnp.float32)]
     wide = _per_element(scale, values, storage.block)
     if storage.dtype in SCALED:
-        return values.astype(jnp.float32) * wide
-    return from_code(values, wide, dtype=storage.dtype)
+        return [values.astype(jnp.float32) * wide]
+    return [_from_code(values, wide, storage.dtype)]
 
 
 @functools.lru_cache(1024)
-def encoded_shapes(shape: tuple[int, ...], storage: Storage) -> tuple[tuple[int, ...], tuple[int, ...] | None]:
-    """Return the shapes of the values and the scales that ``encode`` returns."""
-    x = jax.ShapeDtypeStruct(shape, jnp.float32)
-    values, scale = jax.eval_shape(lambda x: encode(x, storage), x)
-    return values.shape, None if scale is None else scale.shape
-
-
-def _strides(x: jax.Array) -> tuple[int, ...]:
-    return tuple(math.prod(x.shape[axis + 1 :]) % 2**32 for axis in range(x.ndim))
-
-
-def _places(x: jax.Array, seed: Any) -> list[jax.Array]:
-    """Return the seed and the index along each axis for every element of ``x``; an empty list without a seed."""
-    if seed is None:
-        return []
-    sharding = typed_sharding(jax.typeof(x))
-    seeds = lax.broadcast_in_dim(seed, x.shape, (), out_sharding=sharding)
-    return [seeds, *(lax.broadcasted_iota(jnp.uint32, x.shape, axis, out_sharding=sharding) for axis in range(x.ndim))]
+def encoded_bytes(shape: tuple[int, ...], storage: Storage) -> int:
+    """Return the bytes of what ``encode`` returns for an array of this shape."""
+    encoded = jax.eval_shape(functools.partial(encode, storage=storage), jax.ShapeDtypeStruct(shape, jnp.float32))
+    return sum(map(nbytes, encoded))
 
 
 def _per_element(scale: jax.Array, x: jax.Array, block: int) -> jax.Array:
@@ -206,7 +174,7 @@ def _as_rows(blocks: jax.Array, like: jax.Array) -> jax.Array:
     return constrained(flat, typed_sharding(jax.typeof(like)))
 
 
-# ---- single numbers, each encoded and decoded in one operation of XLA (``elementwise``)
+# ---- single numbers
 
 
 def mixed(x: Any) -> Any:
@@ -216,7 +184,15 @@ def mixed(x: Any) -> Any:
     return x ^ (x >> 16)
 
 
-def magnitude(x: jax.Array, *, dtype: str) -> jax.Array:
+def _random_bits(seed: Any, x: jax.Array) -> jax.Array:
+    """Return a random uint32 for each element: its mixed place, which is the same in chunks and on any devices."""
+    sharding = typed_sharding(jax.typeof(x))
+    strides = [jnp.uint32(math.prod(x.shape[axis + 1 :]) % 2**32) for axis in range(x.ndim)]
+    indices = (lax.broadcasted_iota(jnp.uint32, x.shape, axis, out_sharding=sharding) for axis in range(x.ndim))
+    return mixed(sum(map(operator.mul, indices, strides), jnp.uint32(0)) ^ seed)
+
+
+def _magnitude(x: jax.Array, dtype: str) -> jax.Array:
     """Return the magnitude that counts for the largest of a block.
 
     In the integer formats NaN counts as infinity, which makes the whole block NaN: XLA's CPU loses NaN in a maximum.
@@ -226,45 +202,35 @@ def magnitude(x: jax.Array, *, dtype: str) -> jax.Array:
     return _where(lax.is_finite(x), lax.abs(x), math.inf)
 
 
-def negative(x: jax.Array) -> jax.Array:
-    """Return 1 for a negative number, else 0."""
-    return _where(x < 0, lax.full_like(x, 1), 0)
+def _power_for(largest: jax.Array, dtype: str) -> jax.Array:
+    """Return the power of two by which a block's largest magnitude becomes at most the least of the last binade.
 
-
-def with_sign(largest: jax.Array, negative: jax.Array) -> jax.Array:
-    """Return the scale of a ``uint8`` block, which is negative if one of the block's numbers is."""
-    return _where(negative > 0, -largest, largest)
-
-
-def scale_of(largest: jax.Array, *, dtype: str) -> jax.Array:
-    """Return the power of two that brings the largest of a block to the format's last binade."""
-    power = _clamped(_ceil_log2(largest) - SCALED[dtype].largest, 126)
+    Rounding up then neither overflows nor changes the scale.
+    """
+    last = math.frexp(float(jnp.finfo(dtype).max))[1] - 1
+    power = _clamped(_ceil_log2(largest) - last, 126)
     return lax.bitcast_convert_type((power + 127) << 23, jnp.float32)
 
 
-def or_nan(scale: jax.Array) -> jax.Array:
-    return _where(lax.abs(scale) == math.inf, lax.full_like(scale, math.nan), scale)
-
-
-def to_bfloat16(x: jax.Array, *place: jax.Array, strides: tuple[int, ...]) -> jax.Array:
-    if not place:
+def _to_bfloat16(x: jax.Array, noise: jax.Array | None) -> jax.Array:
+    if noise is None:
         return x.astype(jnp.bfloat16)
     largest = float(jnp.finfo(jnp.bfloat16).max)  # finite numbers must not overflow
     bits = lax.bitcast_convert_type(_clamped(x, largest), jnp.uint32)
-    bits = (bits + (_random_bits(*place, strides=strides) >> 16)) & jnp.uint32(0xFFFF0000)
+    bits = (bits + (noise >> 16)) & jnp.uint32(0xFFFF0000)
     return _where(lax.is_finite(x), lax.bitcast_convert_type(bits, jnp.float32), x).astype(jnp.bfloat16)
 
 
-def to_float(x: jax.Array, scale: jax.Array, *place: jax.Array, dtype: str, strides: tuple[int, ...]) -> jax.Array:
-    noise = _noise(*place, strides=strides) if place else None
+def _to_float(x: jax.Array, scale: jax.Array, bits: jax.Array | None, dtype: str) -> jax.Array:
     inverse = jnp.uint32(254 << 23) - lax.bitcast_convert_type(scale, jnp.uint32)  # the inverse of a power of two
-    values = _to_grid(_held(x, dtype) * lax.bitcast_convert_type(inverse, jnp.float32), SCALED[dtype], noise)
+    scaled = _held(x, dtype) * lax.bitcast_convert_type(inverse, jnp.float32)
+    values = _to_grid(scaled, jnp.finfo(dtype), None if bits is None else _noise(bits))
     return _where(lax.is_finite(x), values, x).astype(dtype)
 
 
-def to_code(x: jax.Array, scale: jax.Array, *place: jax.Array, dtype: str, strides: tuple[int, ...]) -> jax.Array:
-    part = magnitude(x, dtype=dtype) / _where(scale != 0, lax.abs(scale), 1)
-    noise = _noise(*place, strides=strides, margin=_SNAP) if place else None
+def _to_code(x: jax.Array, scale: jax.Array, bits: jax.Array | None, dtype: str) -> jax.Array:
+    part = _magnitude(x, dtype) / _where(scale != 0, lax.abs(scale), 1)
+    noise = None if bits is None else _noise(bits, _SNAP)
     if dtype == "int8":
         return (lax.sign(x) * _to_map(part, 21, noise)).astype(dtype)  # zero has no sign
     signed = scale < 0
@@ -273,7 +239,7 @@ def to_code(x: jax.Array, scale: jax.Array, *place: jax.Array, dtype: str, strid
     return (code + _where(signed, lax.full_like(code, _MIDDLE), 0)).astype(dtype)
 
 
-def from_code(code: jax.Array, scale: jax.Array, *, dtype: str) -> jax.Array:
+def _from_code(code: jax.Array, scale: jax.Array, dtype: str) -> jax.Array:
     code = code.astype(jnp.float32)
     if dtype == "int8":
         return lax.sign(code) * _point(lax.abs(code), 21) * scale
@@ -288,25 +254,14 @@ def _thrice_bits(signed: jax.Array) -> jax.Array:
     return 24 - 3 * signed.astype(jnp.int32)
 
 
-def _noise(*place: jax.Array, strides: tuple[int, ...], margin: float = 0.0) -> jax.Array:
+def _noise(bits: jax.Array, margin: float = 0.0) -> jax.Array:
     """Return random numbers in [margin, 1 - margin)."""
-    unit = (_random_bits(*place, strides=strides) >> 8).astype(jnp.float32) * (2.0**-24 * (1 - 2 * margin))
+    unit = (bits >> 8).astype(jnp.float32) * (2.0**-24 * (1 - 2 * margin))
     return unit + margin if margin else unit
 
 
-def _random_bits(seed: jax.Array, *place: jax.Array, strides: tuple[int, ...]) -> jax.Array:
-    """Return a random uint32 for each place: a mixed counter, which is the same in chunks and on any devices.
-
-    Only the upper bits are used, which the last line of the finalizer (see ``mixed``) does not improve.
-    """
-    number = sum((index * jnp.uint32(stride) for index, stride in zip(place, strides, strict=True)), jnp.uint32(0))
-    number = number ^ seed
-    number = (number ^ (number >> 16)) * jnp.uint32(0x85EBCA6B)
-    return (number ^ (number >> 13)) * jnp.uint32(0xC2B2AE35)
-
-
 def _held(x: jax.Array, dtype: str) -> jax.Array:
-    top = (2 - 2.0 ** -SCALED[dtype].mantissa) * 2.0**127  # float32 overflows if it rounds up from there
+    top = (2 - 2.0 ** -jnp.finfo(dtype).nmant) * 2.0**127  # float32 overflows if it rounds up from there
     return _clamped(x, top)
 
 
@@ -316,19 +271,19 @@ def _clamped(x: jax.Array, most: float) -> jax.Array:
 
 
 def _where(condition: jax.Array, x: jax.Array, y: Any) -> jax.Array:
-    """Select without ``jnp.where``, which is a function in the program that a ``map`` may not call."""
+    """Select as ``jnp.where`` does, without a call in the program."""
     return lax.select(condition, x, y if isinstance(y, jax.Array) else lax.full_like(x, y))
 
 
-def _to_grid(x: jax.Array, form: _Float, noise: jax.Array | None) -> jax.Array:
+def _to_grid(x: jax.Array, info: Any, noise: jax.Array | None) -> jax.Array:
     """Round ``x`` to the numbers of a format, still in float32."""
-    binade = jnp.maximum(_power_below(x), 2.0**form.least)
+    binade = jnp.maximum(_power_below(x), 2.0**info.minexp)
     # 2^mantissa / binade
-    steps = jnp.uint32((254 + form.mantissa) << 23) - lax.bitcast_convert_type(binade, jnp.uint32)
+    steps = jnp.uint32((254 + info.nmant) << 23) - lax.bitcast_convert_type(binade, jnp.uint32)
     count = jnp.abs(x) * lax.bitcast_convert_type(steps, jnp.float32)
     below = jnp.floor(count) if noise is not None else lax.round(count, lax.RoundingMethod.TO_NEAREST_EVEN)
     count = below if noise is None else below + (noise < count - below)
-    return lax.sign(x) * jnp.maximum(count, 1) * (binade * 2.0**-form.mantissa)
+    return lax.sign(x) * jnp.maximum(count, 1) * (binade * 2.0**-info.nmant)
 
 
 def _to_map(x: jax.Array, thrice: Any, noise: jax.Array | None, squared: jax.Array | None = None) -> jax.Array:

@@ -10,12 +10,12 @@ import optax
 from jax import lax
 
 from jax_offload._base.arrays import Offloaded
-from jax_offload._base.memory import on_host, to_device
+from jax_offload._base.memory import loaded, on_host
 from jax_offload._base.own_primitives import mark, mark_of
 from jax_offload._base.shardings import constrained, typed_sharding
-from jax_offload._placement.arguments import changes_shapes, check_inner, check_state, check_tree
+from jax_offload._placement.arguments import changes_shapes, check_inner, check_on_device, check_state, check_tree
 
-LANDING = "brings a parameter to its master"  # the mark of such an update in the trace
+LANDING = "brings a parameter to its master"  # marks such an update in the trace
 
 
 class MasterState(NamedTuple):
@@ -32,7 +32,7 @@ class MasterState(NamedTuple):
 
 
 class WithMasterParams(optax.GradientTransformationExtraArgs):
-    """The type that ``with_master_params`` returns, which tells a wrong order."""
+    """The result of ``with_master_params``, whose type shows that an optimizer is wrapped already."""
 
 
 def with_master_params(
@@ -119,6 +119,7 @@ def with_master_params(
                 return optax.MaskedNode()
             return jnp.zeros(p.shape, jnp.int16) if low_bits else p.astype(dtype)
 
+        params = loaded(params)
         inner_state = inner.init(jax.tree.map(lambda p: p.astype(dtype) if needs(p) else p, params))
         _check_order(inner_state)
         return MasterState(jax.tree.map(stored, params), inner_state)
@@ -128,6 +129,7 @@ def with_master_params(
     ) -> tuple[optax.Updates, optax.OptState]:
         if params is None:
             raise ValueError("params: with_master_params needs them; call tx.update(grads, state, params).")
+        check_on_device(updates, params, "with_master_params alone streams nothing", state.master)
         leaves, treedef = jax.tree.flatten(params)
         masters = _masters_like(state, treedef)
         own = [None if m is None else (_joined(p, m) if low_bits else _following(m, p))
@@ -191,7 +193,14 @@ def _check_last_word(updates: Any, state: Any) -> None:
     The parameter would then miss its master, and the master would follow it and lose the bits that it is kept for. Only
     chains with something behind the masters are checked: a wrapper may choose between updates.
     """
-    if not _has_successor(state):
+
+    def has_masters(x: Any) -> bool:
+        return any(map(_is_state, jax.tree.leaves(x, is_leaf=_is_state)))
+
+    def is_chain(x: Any) -> bool:
+        return type(x) is tuple and any(map(has_masters, x[:-1]))
+
+    if not any(map(is_chain, jax.tree.leaves(state, is_leaf=is_chain))):
         return
     leaves, treedef = jax.tree.flatten(updates)
     for node in filter(_is_state, jax.tree.leaves(state, is_leaf=_is_state)):
@@ -211,31 +220,6 @@ def _is_state(x: Any) -> bool:
     return isinstance(x, MasterState)
 
 
-def _has_successor(state: Any) -> bool:
-    """Return whether a chain's state, a plain tuple, has masters before its last part."""
-
-    def has_masters(x: Any) -> bool:
-        return any(map(_is_state, jax.tree.leaves(x, is_leaf=_is_state)))
-
-    def found(x: Any) -> bool:
-        return type(x) is tuple and any(map(has_masters, x[:-1]))
-
-    return any(map(found, jax.tree.leaves(state, is_leaf=found)))
-
-
-def masters_of(state: Any, treedef: Any) -> list[Any]:
-    """Return every parameter's master in ``state``; ``None`` if it has none, or only the low bits of one."""
-    found: list[Any] = [None] * treedef.num_leaves
-    for node in jax.tree.leaves(state, is_leaf=_is_state):
-        if _is_state(node):
-            try:
-                masters = _masters_like(node, treedef)
-            except ValueError:  # the masters are for a part of the parameters, or all in one vector
-                continue
-            found = [old if m is None or m.dtype == jnp.int16 else m for old, m in zip(found, masters, strict=True)]
-    return found
-
-
 def _masters_like(state: MasterState, treedef: Any) -> list[Any]:
     try:
         masters = treedef.flatten_up_to(state.master)
@@ -251,6 +235,13 @@ def applied_to_masters(params: Any, updates: Any, state: Any) -> Any:
     """
     leaves, treedef = jax.tree.flatten(params)
     steps = treedef.flatten_up_to(updates)
+    masters: list[Any] = [None] * treedef.num_leaves
+    for node in filter(_is_state, jax.tree.leaves(state, is_leaf=_is_state)):
+        try:
+            found = _masters_like(node, treedef)
+        except ValueError:  # the masters are for a part of the parameters, or all in one vector
+            continue
+        masters = [old if m is None or m.dtype == jnp.int16 else m for old, m in zip(masters, found, strict=True)]
 
     def land(p: Any, u: Any, master: Any) -> Any:
         if master is None:
@@ -265,8 +256,7 @@ def applied_to_masters(params: Any, updates: Any, state: Any) -> Any:
         applied: Any = optax.apply_updates(p, u)
         return constrained(jnp.where(near | ~jnp.isfinite(reached), target, applied), of_param)
 
-    masters = [None if m is None else to_device(m) for m in masters_of(state, treedef)]
-    return jax.tree.unflatten(treedef, [land(*each) for each in zip(leaves, steps, masters, strict=True)])
+    return jax.tree.unflatten(treedef, [land(*each) for each in zip(leaves, steps, loaded(masters), strict=True)])
 
 
 def rounded(x: jax.Array, dtype: Any) -> jax.Array:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
-import math
 import re
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -18,11 +18,12 @@ from jax.core import Tracer
 from jax.tree_util import keystr
 
 from jax_offload._base import memory
+from jax_offload._base.arrays import nbytes
 from jax_offload._base.barriers import opaque
 from jax_offload._base.own_primitives import composite
 from jax_offload._base.paths import KeyPath
 from jax_offload._placement.placement import stays
-from jax_offload._precision.formats import Storage, decode, encode, encoded_shapes, mixed
+from jax_offload._precision.formats import Storage, decode, encode, encoded_bytes, mixed
 from jax_offload._precision.masters import MasterState, checked_update
 
 Rules = tuple[tuple[str | None, Storage], ...]  # ``None`` matches every leaf
@@ -116,8 +117,8 @@ def formats(rules: Rules, state: Any, params: Any, min_bytes: int) -> list[Stora
         why = _unfit(x, storage, master) if storage is not None else ""
         if why and (rule is not None or (jnp.issubdtype(x.dtype, jnp.floating) and not master)):
             raise ValueError(f"storage: {rule or rules[0][1].dtype!r}, for the state leaf {name}: {why}")
-        smaller = storage is not None and not why and not stays(x, min_bytes) and _is_smaller(x, storage)
-        found.append(storage if smaller else None)
+        fits = storage is not None and not why and not stays(x, min_bytes)
+        found.append(storage if fits and encoded_bytes(np.shape(x), storage) < nbytes(x) else None)
     unused = [rule for rule, _ in rules if rule not in used]
     if unused and jax.tree.leaves(params):  # optax probes with placeholders
         raise ValueError(
@@ -149,12 +150,6 @@ def _unfit(x: Any, storage: Storage, master: bool) -> str:
     return ""
 
 
-def _is_smaller(x: Any, storage: Storage) -> bool:
-    shapes = encoded_shapes(np.shape(x), storage)
-    sizes = [math.prod(shape) * n for shape, n in zip(shapes, (storage.itemsize, 4), strict=True) if shape is not None]
-    return sum(sizes) < math.prod(np.shape(x)) * x.dtype.itemsize
-
-
 def _match(rule: str | None, name: str) -> re.Match[str] | None:
     return re.search("" if rule is None else f"(?:^|(?<=/))(?:{rule})(?=/|$)", name)
 
@@ -172,18 +167,6 @@ def is_stored(x: Any) -> bool:
     return isinstance(x, StoredState)
 
 
-def stored(state: Any, found: Sequence[Storage | None]) -> StoredState:
-    """Encode a plain state in these formats, rounded to nearest."""
-    leaves, treedef = jax.tree.flatten(state)
-    kept = [x if storage is None else _encoded(x, storage, None) for x, storage in zip(leaves, found, strict=True)]
-    return StoredState(jnp.zeros((), jnp.int32), jax.tree.unflatten(treedef, kept))
-
-
-def plain(state: StoredState) -> Any:
-    """Decode a stored state to the one that the optimizer sees."""
-    return jax.tree.map(lambda x: _decoded(x) if is_encoded(x) else x, state.inner_state, is_leaf=is_encoded)
-
-
 def next_stored(state: StoredState, before: Any, after: Any) -> StoredState:
     """Encode ``after`` as ``state`` is; leaves that are the same as in ``before``, its plain form, stay encoded."""
     olds, treedef = jax.tree.flatten(state.inner_state, is_leaf=is_encoded)
@@ -192,7 +175,7 @@ def next_stored(state: StoredState, before: Any, after: Any) -> StoredState:
     seeds, kept = iter(composite(_seeds, state.rounds, n=sum(changed)) if any(changed) else []), []
     for old, x, again in zip(olds, new, changed, strict=True):
         if again:
-            kept.append(_encoded(x, old.storage, next(seeds), old.dtype))
+            kept.append(encoded(x, old.storage, next(seeds), old.dtype))
         else:
             kept.append(old if is_encoded(old) else x)
     return StoredState(state.rounds + 1, jax.tree.unflatten(treedef, kept))
@@ -212,23 +195,14 @@ def _seeds(rounds: jax.Array, *, n: int) -> list[jax.Array]:
     return seeds
 
 
-def _encoded(x: jax.Array, storage: Storage, seed: Any, dtype: str | None = None) -> Encoded:
-    values, *scale = composite(_encode, x, *([] if seed is None else [seed]), storage=storage)
+def encoded(x: jax.Array, storage: Storage, seed: Any = None, dtype: str | None = None) -> Encoded:
+    values, *scale = composite(encode, x, *([] if seed is None else [seed]), storage=storage)
     return Encoded(values, scale[0] if scale else None, storage, dtype or np.dtype(x.dtype).name)
 
 
-def _decoded(x: Encoded) -> jax.Array:
+def decoded(x: Encoded) -> jax.Array:
     scale = [] if x.values_scale is None else [x.values_scale]
-    return composite(_decode, x.values, *scale, storage=x.storage)[0].astype(x.dtype)
-
-
-def _encode(x: jax.Array, seed: Any = None, *, storage: Storage) -> list[jax.Array]:
-    values, scale = encode(x, storage, seed)
-    return [values] if scale is None else [values, scale]
-
-
-def _decode(values: jax.Array, scale: Any = None, *, storage: Storage) -> list[jax.Array]:
-    return [decode(values, scale, storage)]
+    return composite(decode, x.values, *scale, storage=x.storage)[0].astype(x.dtype)
 
 
 def with_storage(
@@ -238,10 +212,13 @@ def with_storage(
 
     def init_fn(params: Any) -> StoredState:
         state = inner.init(params)
-        return stored(state, formats(rules, state, params, min_bytes))
+        leaves, treedef = jax.tree.flatten(state)
+        found = zip(leaves, formats(rules, state, params, min_bytes), strict=True)
+        kept = [x if storage is None else encoded(x, storage) for x, storage in found]
+        return StoredState(jnp.zeros((), jnp.int32), jax.tree.unflatten(treedef, kept))
 
     def update_fn(updates: Any, state: Any, params: Any = None, **extra_args: Any) -> tuple[Any, StoredState]:
-        before = plain(state)
+        before = jax.tree.map(lambda x: decoded(x) if is_encoded(x) else x, state.inner_state, is_leaf=is_encoded)
         new, after = checked_update(inner, updates, before, params, **extra_args)
         return new, next_stored(state, before, after)
 
@@ -278,10 +255,13 @@ def adopted(state: Any, rules: Rules, params: Any, min_bytes: int, init: Callabl
     if not isinstance(state, StoredState):
         raise ValueError(f"state: is a {type(state).__name__}, not one that offload(..., storage=) keeps. {fix}")
     leaves, treedef = jax.tree.flatten(state.inner_state, is_leaf=is_encoded)
-    decoded = [jax.ShapeDtypeStruct(x.values.shape, x.dtype) if is_encoded(x) else x for x in leaves]
-    wanted, got = formats(rules, jax.tree.unflatten(treedef, decoded), params, min_bytes), _formats_of(state)
-    if got == wanted or got == _formats_at_first(init, params):
+    plain = [jax.ShapeDtypeStruct(x.values.shape, x.dtype) if is_encoded(x) else x for x in leaves]
+    wanted, got = formats(rules, jax.tree.unflatten(treedef, plain), params, min_bytes), _formats_of(state)
+    if got == wanted:
         return state
+    with contextlib.suppress(Exception):  # init may not run on what we have
+        if got == _formats_of(jax.eval_shape(init, params)):
+            return state
     k = next(k for k, (a, b) in enumerate(zip(got, wanted, strict=True)) if a != b)
     path = jax.tree_util.tree_flatten_with_path(state.inner_state, is_leaf=is_encoded)[0][k][0]
     raise ValueError(
@@ -298,37 +278,22 @@ def _with_nodes_of(state: Any, like: Any) -> Any:
 
 
 def _formats_of(state: StoredState) -> list[Storage | None]:
-    return list(map(_format_of, jax.tree.leaves(state.inner_state, is_leaf=is_encoded)))
+    leaves = jax.tree.leaves(state.inner_state, is_leaf=is_encoded)
+    return [x.storage if is_encoded(x) else None for x in leaves]
 
 
-def _format_of(x: Any) -> Storage | None:
-    return x.storage if is_encoded(x) else None
+def in_place(convert: Callable[..., Any], x: Any, *options: Any) -> Any:
+    """Return ``convert(x, *options)`` in the memory and with the sharding of ``x``, a leaf, plain or ``Encoded``.
+
+    States are converted leaf by leaf, because the whole state need not fit on the device.
+    """
+    arrays = jax.tree.leaves(x)
+    new = (_converted if isinstance(arrays[0], Tracer) else _compiled)(convert, x, options)
+    return jax.tree.map(memory.to_host, new) if memory.on_host(arrays[0]) else new
 
 
-def _formats_at_first(init: Callable[[Any], Any], params: Any) -> list[Storage | None] | None:
-    try:
-        state = jax.eval_shape(init, params)
-    except Exception:  # init cannot run on what we have
-        return None
-    return _formats_of(state)
+def _converted(convert: Callable[..., Any], x: Any, options: tuple[Any, ...]) -> Any:
+    return convert(jax.tree.map(memory.to_device, x), *options)
 
 
-# These convert leaf by leaf, because the whole state need not fit on the device.
-
-
-def decoded_in_place(x: Encoded) -> jax.Array:
-    """Decode a leaf in the memory and with the sharding of its values."""
-    return _converted(lambda x: _decoded(x), x, x.values)
-
-
-def encoded_in_place(x: jax.Array, storage: Storage) -> Encoded:
-    """Encode a leaf in its memory and with its sharding, rounded to nearest."""
-    return _converted(lambda x: _encoded(x, storage, None), x, x)
-
-
-def _converted(fun: Any, x: Any, like: jax.Array) -> Any:
-    def convert(x: Any) -> Any:
-        return fun(jax.tree.map(memory.to_device, x))
-
-    new = convert(x) if isinstance(like, Tracer) else jax.jit(convert)(x)
-    return jax.tree.map(memory.to_host, new) if memory.on_host(like) else new
+_compiled = jax.jit(_converted, static_argnums=(0, 2))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
@@ -32,10 +32,10 @@ from jax_offload._placement.placement import Leaf, unmanaged
 from jax_offload._placement.zero import axes_in_parameter, state_sharding
 from jax_offload._precision.masters import MasterState
 from jax_offload._precision.storage import (
-    Encoded,
     StoredState,
-    decoded_in_place,
-    encoded_in_place,
+    decoded,
+    encoded,
+    in_place,
     is_encoded,
     is_stored,
 )
@@ -94,13 +94,12 @@ def to_device(state: Any) -> Any:
       0.0
     """
 
-    def read(x: Any) -> Any:
-        if not is_on_disk(x):
-            return x
-        return read_to(x, memory.with_kind(x.sharding, memory.DEVICE_KIND))
+    def on_device(x: Any) -> Any:
+        if is_on_disk(x):
+            return read_to(x, memory.with_kind(x.sharding, memory.DEVICE_KIND))
+        return memory.to_device(x) if isinstance(x, jax.Array) else x
 
-    in_memory = jax.tree.map(read, state, is_leaf=is_on_disk)
-    return guarded(jax.tree.map(lambda x: memory.to_device(x) if isinstance(x, jax.Array) else x, in_memory), state)
+    return guarded(jax.tree.map(on_device, state, is_leaf=is_on_disk), state)
 
 
 def to_host(tx: optax.GradientTransformation, state: Any, params: Any = None) -> Any:
@@ -131,32 +130,32 @@ def to_host(tx: optax.GradientTransformation, state: Any, params: Any = None) ->
       'pinned_host'
     """
     params = params_like(tx, state) if params is None else params
-    leaves, treedef = traced_init(tx, params)
+    # Tracers do not tell shardings: under jit the next update divides the leaves.
+    traced = any(isinstance(x, Tracer) for x in jax.tree.leaves((state, params)))
+    find: Callable[..., tuple[list[Any], Any]] = traced_init if traced else placed_leaves
+    rows, treedef = find(tx, params)
     got, got_tree = jax.tree.flatten(state, is_leaf=is_on_disk)
-    if got_tree == treedef and [_type(x) for x in got] != [_type(aval) for _, aval in leaves]:
-        raise ValueError(
-            "state: its shapes or dtypes are not those that tx.init gives for these parameters. If params were left "
-            "out, the moments are not like the parameters (factored, or of another dtype): pass to_host(tx, state, "
-            "params)."
-        )
     if got_tree != treedef:
         raise ValueError(
             f"state: not the tree that tx.init gives.\n  got      {got_tree}\n  expected {treedef}\n"
             "If the parameters' tree could not be read off the state, pass params."
         )
-    if any(leaf.disk for leaf, _ in leaves) or any(map(is_on_disk, got)):
+    if [_type(x) for x in got] != [_type(aval) for _, aval, *_ in rows]:
+        raise ValueError(
+            "state: its shapes or dtypes are not those that tx.init gives for these parameters. If params were left "
+            "out, the moments are not like the parameters (factored, or of another dtype): pass to_host(tx, state, "
+            "params)."
+        )
+    if any(leaf.disk for leaf, *_ in rows) or any(map(is_on_disk, got)):
         return jax.tree.unflatten(treedef, brought(got, lambda: jax.tree.leaves(abstract_state(tx, params))))
-    # Tracers do not tell shardings: under jit the next update divides the leaves.
-    traced = any(isinstance(x, Tracer) for x in [*got, *jax.tree.leaves(params)])
-    numpy = [not isinstance(x, jax.Array) for x in got]
-    if traced:
-        got = [jnp.asarray(x) if outside else x for x, outside in zip(got, numpy, strict=True)]
-    elif any(numpy) or any(leaf.shard_over for leaf, _ in leaves):
-        placed = placed_leaves(tx, params)[0]
-        move = [outside or bool(leaf.shard_over) for outside, (leaf, _) in zip(numpy, leaves, strict=True)]
-        got = [jax.device_put(x, s) if m else x for x, m, (_, _, s) in zip(got, move, placed, strict=True)]
-    moved = [memory.to_host(x) if leaf.host else memory.to_device(x) for x, (leaf, _) in zip(got, leaves, strict=True)]
-    return guarded(jax.tree.unflatten(treedef, moved), state)
+
+    def moved(x: Any, leaf: Leaf, _: Any, *place: Sharding) -> Any:
+        if place and (leaf.shard_over or not isinstance(x, jax.Array)):
+            return jax.device_put(x, *place)
+        x = x if isinstance(x, jax.Array) else jnp.asarray(x)
+        return memory.to_host(x) if leaf.host else memory.to_device(x)
+
+    return guarded(jax.tree.unflatten(treedef, [moved(x, *row) for x, row in zip(got, rows, strict=True)]), state)
 
 
 def _type(x: Any) -> tuple[tuple[int, ...], Any]:
@@ -193,7 +192,7 @@ def to_plain(tx: optax.GradientTransformation, state: Any) -> Any:
     def plain(node: Any) -> Any:
         if is_stored(node):
             return jax.tree.map(plain, node.inner_state, is_leaf=is_encoded)
-        return decoded_in_place(node) if is_encoded(node) else node
+        return in_place(decoded, node) if is_encoded(node) else node
 
     return jax.tree.map(plain, state, is_leaf=lambda x: is_stored(x) or is_encoded(x))
 
@@ -231,35 +230,24 @@ def from_plain(tx: optax.GradientTransformation, state: Any, params: Any = None)
         raise ValueError("state: is stored, not plain; jo.to_plain(tx, state) gives the plain one.")
     params = params_like(tx, state, plain=True) if params is None else params
     rows, treedef = traced_init(tx, params)
-    wanted, treedef = jax.tree.flatten(jax.tree.unflatten(treedef, [aval for _, aval in rows]), is_leaf=is_stored)
+
+    def stored_like(wanted: Any, x: Any) -> Any:
+        if is_stored(wanted):
+            inner = jax.tree.map(stored_like, wanted.inner_state, x, is_leaf=is_encoded)
+            return StoredState(np.zeros((), np.int32), inner)
+        if not is_encoded(wanted):
+            return x
+        got, expected = (np.shape(x), np.dtype(x.dtype).name), (wanted.values.shape, wanted.dtype)
+        if got != expected:
+            raise ValueError(f"a leaf is {got[1]}{list(got[0])}, and tx has {expected[1]}{list(expected[0])}")
+        return in_place(encoded, x, wanted.storage)
+
     try:
-        parts = treedef.flatten_up_to(state)
-        stored = [_stored_like(part, like) for part, like in zip(parts, wanted, strict=True)]
+        wanted = jax.tree.unflatten(treedef, [aval for _, aval in rows])
+        stored = jax.tree.map(stored_like, wanted, state, is_leaf=is_stored)
     except (ValueError, TypeError) as error:
-        why = str(error) if isinstance(error, _Mismatch) else f"its tree is {jax.tree.structure(state)}"
-        raise ValueError(f"state: not a plain state of tx for these parameters: {why}") from error
-    return to_host(tx, jax.tree.unflatten(treedef, stored), params)
-
-
-class _Mismatch(ValueError):
-    """A leaf has another type than ``tx`` expects."""
-
-
-def _stored_like(state: Any, like: Any) -> Any:
-    if not is_stored(like):
-        return state
-    wanted, treedef = jax.tree.flatten(like.inner_state, is_leaf=is_encoded)
-    leaves = [
-        _encoded_like(x, w) if is_encoded(w) else x for x, w in zip(treedef.flatten_up_to(state), wanted, strict=True)
-    ]
-    return StoredState(np.zeros((), np.int32), jax.tree.unflatten(treedef, leaves))
-
-
-def _encoded_like(x: Any, like: Encoded) -> Encoded:
-    got, expected = (np.shape(x), np.dtype(x.dtype).name), (like.values.shape, like.dtype)
-    if got != expected:
-        raise _Mismatch(f"a leaf is {got[1]}{list(got[0])}, and tx has {expected[1]}{list(expected[0])}")
-    return encoded_in_place(x, like.storage)
+        raise ValueError(f"state: not a plain state of tx for these parameters: {error}") from error
+    return to_host(tx, stored, params)
 
 
 @jax.tree_util.register_static
@@ -326,7 +314,7 @@ def placed_leaves(
         shape = () if leaf.owner is None else np.shape(flat[leaf.owner])
         sharding, note = everywhere, ""
         if own is not None and aval.shape != () and is_like(leaf.path, aval.shape, shape):
-            sharding, why = state_sharding(leaf, aval.shape, own, shape, f"parameter {leaf.param}")
+            sharding, why = state_sharding(leaf, aval.shape, own, shape)
             note = f" ({why})" if why else ""
         elif of_param is not None and isinstance(own, NamedSharding):
             sharding = without_axes(own, of_param)

@@ -70,7 +70,7 @@ def checked_skip(skip: Any) -> jax.Array | None:
         raise ValueError(
             f"skip: expected a bool, a scalar; got {skip.dtype}{list(skip.shape)}. Reduce it with jnp.any."
         )
-    return skip
+    return to_device(skip)
 
 
 def zero_where(skip: jax.Array | None, updates: Any) -> Any:

@@ -11,7 +11,7 @@ from jax_offload._base.memory import loaded
 from jax_offload._base.on_disk import opened
 from jax_offload._base.own_primitives import collector_waits
 from jax_offload._base.shardings import types_tell
-from jax_offload._placement.arguments import check_not_in_multi_steps, check_transformation
+from jax_offload._placement.arguments import check_managed, check_not_in_multi_steps, check_transformation
 from jax_offload._precision.masters import applied_to_masters
 from jax_offload._update.recipe import checked_skip, old_where, replicated_into, sharded_params, where_it_was
 from jax_offload._update.streamed import part_of_recipe, streamed
@@ -66,7 +66,11 @@ def update_params(
 
     def recipe(grads: Any, state: Any, params: Any, extra_args: Any, skip: Any) -> Any:
         def update(grads: Any, state: Any, params: Any, extra_args: Any) -> Any:
-            return tx.update(grads, state, params, **extra_args)
+            try:
+                return tx.update(grads, state, params, **extra_args)
+            except ValueError as error:
+                check_managed(state, error)
+                raise
 
         old, (grads, params, extra_args) = params, loaded((grads, params, extra_args))
         (updates, after), given = part_of_recipe(update, grads, state, params, extra_args)

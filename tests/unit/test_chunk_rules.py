@@ -1,4 +1,4 @@
-"""Which equations keep rows apart: one line of a table for every rule of ``_plan.chunk_rules``.
+"""Which equations keep rows apart: one line of a table for every rule of ``_plan.rules``.
 
 What is accepted is run in chunks and compared with the whole, bit for bit: the operands of sums are small whole
 numbers, so that no order of summation rounds.
