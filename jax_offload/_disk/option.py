@@ -17,11 +17,12 @@ from jax.sharding import Sharding
 
 from jax_offload._base.around import described
 from jax_offload._base.arrays import is_integer
-from jax_offload._base.jaxprs import Jaxpr, closed, jax_fun, jaxpr_of, nameless, variables
+from jax_offload._base.jaxprs import jaxpr_of, variables
 from jax_offload._base.on_disk import Place, only_outside
 from jax_offload._disk.disk import Disk
-from jax_offload._ir.program import Program, flat, structure, without_round_trips
+from jax_offload._ir.program import flat, structure, without_round_trips
 from jax_offload._ir.propagate import needed_for
+from jax_offload._ir.slices import slice_of
 from jax_offload._placement.placement import Leaf, Policy, place
 from jax_offload._plan.by_rows import rows_in_part
 from jax_offload._step.cut import unguarded
@@ -131,33 +132,27 @@ def refused(state: Any, policy: Policy, params: Any) -> Any:
 def created(
     disk: Disk, create: Callable[[Any], Any], params: Any, placed: Sequence[tuple[Leaf, Any, Sharding]], treedef: Any
 ) -> optax.OptState:
-    """Return ``create(params)`` with the leaves on disk that ``placed`` puts there, each made by itself."""
+    """Return ``create(params)`` with the leaves on disk that ``placed`` puts there, each made by itself.
+
+    Leaves that are alike share a program.
+    """
     with described(params):
         traced, _ = jaxpr_of(create, params)
-    maker = _Maker(unguarded(without_round_trips(flat(traced))), jax.tree.leaves(params))
+    init = unguarded(without_round_trips(flat(traced)))
+    values = dict(zip(init.inputs, [*init.consts, *jax.tree.leaves(params)], strict=True))
+    compiled = dict[Hashable, Any]()
+
+    def made(wanted: Sequence[int]) -> list[Any]:
+        outputs, where = [init.outputs[k] for k in wanted], tuple(placed[k][2] for k in wanted)
+        eqns, _ = needed_for(init.eqns, variables(outputs))
+        s = slice_of(eqns, outputs, init.debug_info, {})  # pyright: ignore[reportArgumentType]
+        key = structure(s.jaxpr), where
+        if key not in compiled:
+            compiled[key] = jax.jit(s.run, out_shardings=[*where])
+        return compiled[key](*(values[v] for v in s.inputs))
+
     places = {k: leaf.place for k, (leaf, _, _) in enumerate(placed) if leaf.place is not None}
-    arrays = (maker.run([k], [placed[k][2]])[0] for k in places)
-    found = dict[int, Any](zip(places, disk.fill([*places.values()], arrays), strict=True))
     rest = [k for k in range(len(placed)) if k not in places]
-    found |= zip(rest, maker.run(rest, [placed[k][2] for k in rest]), strict=True)
+    on_disk = disk.fill([*places.values()], (made([k])[0] for k in places))
+    found = dict[int, Any]([*zip(places, on_disk, strict=True), *zip(rest, made(rest), strict=True)])
     return jax.tree.unflatten(treedef, [found[k] for k in range(len(placed))])
-
-
-class _Maker:
-    """Makes some results of a traced init at a time; leaves that are alike share a program."""
-
-    def __init__(self, init: Program, params: Sequence[Any]) -> None:
-        self._init, self._values = init, dict(zip(init.inputs, [*init.consts, *params], strict=True))
-        self._compiled = dict[Hashable, Any]()
-
-    def run(self, wanted: Sequence[int], places: Sequence[Sharding]) -> list[Any]:
-        """Return the results of these numbers in these places."""
-        outputs = [self._init.outputs[k] for k in wanted]
-        eqns, needed = needed_for(self._init.eqns, variables(outputs))
-        inputs = [v for v in self._values if v in needed]
-        effects = frozenset[Any]().union(*(eqn.effects for eqn in eqns))
-        jaxpr = Jaxpr([], inputs, outputs, eqns, effects, nameless(self._init.debug_info))
-        key = structure(jaxpr), tuple(places)
-        if key not in self._compiled:
-            self._compiled[key] = jax.jit(jax_fun(closed(jaxpr)), out_shardings=list(places))
-        return self._compiled[key](*(self._values[v] for v in inputs))

@@ -1,6 +1,7 @@
-"""Slices that run row by row, some rows a piece: these rows of the state come from disk and return there as arrays.
+"""Slices of an update that run row by row, some rows at a time: these rows of the state come from disk and return there
+as arrays.
 
-Arrays on the device go from piece to piece, and each piece writes its rows into the same buffer.
+Arrays on the device go from part to part, and each part writes its rows into the same buffer.
 """
 
 from __future__ import annotations
@@ -13,42 +14,17 @@ from typing import Any
 
 import numpy as np
 
-from jax_offload._base.jaxprs import Atom, Aval, Jaxpr, Var, jaxpr_of, variables
+from jax_offload._base.jaxprs import Atom, Var, jaxpr_of, variables
 from jax_offload._base.memory import is_host_aval
-from jax_offload._base.on_disk import Ends, Place, Range
+from jax_offload._base.on_disk import Ends, Range
 from jax_offload._emit.region import Update
 from jax_offload._emit.run import part
 from jax_offload._ir.program import structure
 from jax_offload._plan.by_rows import in_parts, part_of
 from jax_offload._plan.plan import Chunked, Planned
 
-
-@dataclasses.dataclass(frozen=True)
-class Piece:
-    """A part of a stage: ``outputs`` from ``inputs`` by ``run``; pieces of one ``kind`` do the same.
-
-    ``jaxpr``: what ``run`` does, where that is known.
-    """
-
-    inputs: list[Atom]
-    outputs: list[Var]
-    run: Callable[..., Sequence[Any]]
-    kind: Hashable = None
-    jaxpr: Jaxpr | None = None
-
-
-@dataclasses.dataclass(frozen=True)
-class Part:
-    """Some rows of a leaf on disk; ``None``: all."""
-
-    leaf: Place
-    rows: Range | None = None
-
-    def meets(self, other: Part) -> bool:
-        """Whether two parts of one leaf share rows."""
-        if self.rows is None or other.rows is None:
-            return True
-        return self.rows[0] < other.rows[1] and other.rows[0] < self.rows[1]
+# A function, its operands and results in the step, and a key that is equal for parts that do the same.
+Part = tuple[Callable[..., list[Any]], list[Atom], list[Var], Hashable]
 
 
 @dataclasses.dataclass
@@ -58,7 +34,7 @@ class ByRows:
     Attributes:
       ends: of leaves on disk, read or made: where the ranges of rows end that are together in files.
       parts: such a leaf -> the variables of its parts, and which rows of each shard they are.
-      starts: the numbers of first rows, which are operands of the pieces.
+      starts: the numbers of first rows, which are operands of the parts.
       next_of: what a part is the next value of.
     """
 
@@ -67,8 +43,10 @@ class ByRows:
     starts: dict[int, Var] = dataclasses.field(default_factory=dict[int, Var])
     next_of: dict[Var, Var] = dataclasses.field(default_factory=dict[Var, Var])
 
-    def pieces(self, p: Planned, update: Update, names: Mapping[Var, Any], defined: Mapping[Var, Var]) -> list[Piece]:
-        """A slice as pieces of some rows each; none where it takes its leaves whole.
+    def parts_of(
+        self, p: Planned, update: Update, names: Mapping[Var, Any], defined: Mapping[Var, Var]
+    ) -> Iterator[Part]:
+        """A slice in parts of some rows each; none where it takes its leaves whole.
 
         Args:
           p: the slice.
@@ -82,62 +60,47 @@ class ByRows:
         known = [each for each in ends if each is not None]
         common = sorted(set[int].intersection(*map(set, known))) if known and len(known) == len(ends) else []
         if len(common) < 2:
-            return []
+            return
         how = in_parts(p, update.next_values, update.on_disk)
-        if not isinstance(how, Chunked) or how.shape[0] != how.shards * common[-1]:
-            return []
-        return list(self._pieces(p, how, update, names, [*pairwise([0, *common])]))
+        if isinstance(how, Chunked) and how.shape[0] == how.shards * common[-1]:
+            yield from self._parts(p, how, update, names, [*pairwise([0, *common])])
 
-    def _pieces(
+    def _parts(
         self, p: Planned, how: Chunked, update: Update, names: Mapping[Var, Any], ranges: Sequence[Range]
-    ) -> Iterator[Piece]:
+    ) -> Iterator[Part]:
         s = p.slice
-        now: list[Any] = [names.get(v, v) for v in s.inputs]  # of each operand, as earlier pieces have left it
-        left: list[Var | None] = [None for _ in s.outputs]  # and each result
-        place = {v: i for i, v in enumerate(s.inputs)}
-        buffers = [None if old is None else place[old] for old in how.buffers]
-        same = structure(s.jaxpr), how.axis, how.shards, tuple(buffers), p.window.nbytes
-        runs: dict[int, Any] = {}
+        now = {v: names.get(v, v) for v in s.inputs}  # what earlier parts have left, in whose buffer a result goes
+        into = [v if old is None else old for v, old in zip(s.outputs, how.buffers, strict=True)]
+        places = tuple(s.inputs.index(v) if v in now else None for v in into)
+        same = structure(s.jaxpr), how.axis, how.shards, places, p.window.nbytes
         for begin, end in ranges:
-            n, first, last = end - begin, begin == 0, end == ranges[-1][1]
-            inputs, outputs = list(now), list[Var]()
-            for i, v in enumerate(s.inputs):
+            n = end - begin
+            before = [v for v in s.outputs if v in now]
+            given = {
+                v: self._part(x, v.aval, n * how.shards, (begin, end)) if is_host_aval(v.aval) else x
+                for v, x in ((v, now[v]) for v in s.inputs)
+            }
+            operands = [self._start(begin), *given.values(), *(now[v] for v in before)]
+            results = list[Var]()
+            for v, of in zip(s.outputs, into, strict=True):
                 if is_host_aval(v.aval):
-                    inputs[i] = self._part(now[i], v.aval, n * how.shards, (begin, end))
-            for k, v in enumerate(s.outputs):
-                if is_host_aval(v.aval):
-                    new = self._part(v, v.aval, n * how.shards, (begin, end))
-                    old = inputs[i] if (i := buffers[k]) is not None else None
+                    new, old = self._part(v, v.aval, n * how.shards, (begin, end)), given.get(of)
                 else:
-                    i, new = buffers[k], v if last else Var(v.aval)
-                    old = left[k] if i is None else now[i]
-                    old = self._was(update, names, v) if first and old is None else old
+                    new = v if end == ranges[-1][1] else Var(v.aval)
+                    old = now.get(of, self._was(update, names, v))
+                    now[of] = new
                 self.next_of |= {} if old is None else {new: old}
-                outputs.append(new)
-            before = [None if is_host_aval(v.aval) or i is not None else x
-                      for v, i, x in zip(s.outputs, buffers, left, strict=True)]  # fmt: skip
-            if n not in runs:
-                runs[n] = part(part_of(p, how, n), update.names)
-            yield Piece(
-                [self._start(begin), *inputs, *(x for x in before if x is not None)],
-                outputs,
-                _called(runs[n], len(inputs), [x is not None for x in before]),
-                (*same, n, tuple(x is None for x in before)),
-            )
-            for k, v in enumerate(s.outputs):
-                if not is_host_aval(v.aval):
-                    left[k] = outputs[k]
-                    if (i := buffers[k]) is not None:
-                        now[i] = outputs[k]
+                results.append(new)
+            yield _run(p, how, update, n, before), operands, results, (*same, n, bool(before))
 
     def _was(self, update: Update, names: Mapping[Var, Any], v: Var) -> Var | None:
         old = update.next_values.get(v)
         found = None if old is None else names.get(old, old)
         return found if isinstance(found, Var) else None
 
-    def _part(self, of: Var, aval: Aval, rows: int, which: Range) -> Var:
-        """A variable for some rows of a leaf."""
-        found = Var(with_rows(aval, rows))
+    def _part(self, of: Var, aval: Any, rows: int, which: Range) -> Var:
+        """A variable for some rows of a leaf: of the same type, in the same memory and divided in the same way."""
+        found = Var(aval.update(shape=(rows, *aval.shape[1:])))
         self.parts.setdefault(of, []).append((found, which))
         return found
 
@@ -148,22 +111,19 @@ class ByRows:
         return self.starts[begin]
 
 
+def _run(p: Planned, how: Chunked, update: Update, n: int, before: Sequence[Var]) -> Callable[..., list[Any]]:
+    """The function of ``n`` rows; ``before``: the results that earlier parts have left."""
+
+    def run(start: Any, *values: Any) -> list[Any]:
+        k = len(p.slice.inputs)
+        return part(part_of(p, how, n), update.names)(start, values[:k], dict(zip(before, values[k:], strict=True)))
+
+    return run
+
+
 def produced_once(update: Update, results: Sequence[Var]) -> dict[Var, Var]:
     """Map an update's results to the step's variables, unless the step has one twice or the update reads it again."""
     slices = [s for each in update.passes for s in (each.prelude, *(p.slice for p in each.slices))]
     times = Counter([v for s in slices for v in s.inputs] + variables(update.program.outputs))
     pairs = zip(results, update.program.outputs, strict=True)
     return {v: x for x, v in pairs if isinstance(v, Var) and times[v] == 1}
-
-
-def with_rows(aval: Any, rows: int) -> Aval:
-    """The type of an array with so many rows, in the same memory and divided in the same way."""
-    return aval.update(shape=(rows, *aval.shape[1:]))
-
-
-def _called(run: Any, n: int, given: Sequence[bool]) -> Any:
-    def called(start: Any, *values: Any) -> list[Any]:
-        rest = iter(values[n:])
-        return run(start, values[:n], [next(rest) if there else None for there in given])
-
-    return called

@@ -15,7 +15,6 @@ import functools
 import math
 import os
 import socket
-import zlib
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -23,26 +22,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.experimental import multihost_utils
 from jax.sharding import Mesh, Sharding, SingleDeviceSharding
 
 from jax_offload._base.boxes import Box, box_of, box_of_shape, shape_of
-from jax_offload._base.jaxprs import (
-    Atom,
-    EquationContext,
-    Jaxpr,
-    Literal,
-    Var,
-    closed,
-    jax_fun,
-    jaxpr_of,
-    with_jaxprs,
-)
+from jax_offload._base.jaxprs import Jaxpr, Literal, jaxpr_of, nameless, run_equation, values_of, with_jaxprs
 from jax_offload._base.memory import DEVICE_KIND, HOST_KIND, copy_on_host, on_host, to_host, with_kind
+from jax_offload._base.processes import allgathered
 
 # Elements that a thread takes at least, and parts of an array for each thread, which may be kept waiting by others.
 _AT_LEAST, _PARTS = 2**16, 8
-_MOST_CORES = 4096  # of a host; more share their numbers
 _ALIGNED = 64  # bytes; XLA takes memory with this alignment without a copy
 
 
@@ -193,15 +181,11 @@ def _pool() -> ThreadPoolExecutor:
 @functools.cache
 def threads() -> int:
     """Return the number of cores that this process may use: its share of those that other processes may use too."""
-    cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
-    if jax.process_count() == 1:
-        return len(cores)
-    mine = np.zeros(_MOST_CORES, np.int32)
-    mine[[core % _MOST_CORES for core in cores]] = 1
-    host = np.int32(zlib.crc32(socket.gethostname().encode()) >> 1)
-    # All processes are here, as each comes to its first kernel in the same step.
-    hosts, masks = multihost_utils.process_allgather((host, mine))
-    return max(1, int((mine / np.maximum(masks[hosts == host].sum(0), 1)).sum() + 1e-6))
+    mine = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
+    # all processes are here, as each comes to its first kernel in the same step
+    said = allgathered([socket.gethostname(), hex(sum(1 << core for core in mine))])
+    masks = [int(mask, 16) for host, mask in said if host == socket.gethostname()]
+    return max(1, int(sum(1 / sum(mask >> core & 1 for mask in masks) for core in mine) + 1e-6))
 
 
 _CONSTRAINTS = ("sharding_constraint", "reshard")
@@ -209,9 +193,33 @@ _CONSTRAINTS = ("sharding_constraint", "reshard")
 
 def run_undivided(jaxpr: Jaxpr) -> Callable[..., list[Any]]:
     """A jaxpr for a mesh as a function of arrays that are whole, on one device: without constraints and shardings."""
-    with _no_mesh():
-        traced = jaxpr_of(lambda x: x + 1, jax.ShapeDtypeStruct((), np.float32))[0]
-        return jax_fun(closed(_undivided(jaxpr, traced.jaxpr.eqns[0].ctx)))
+
+    def run(*operands: Any) -> list[Any]:
+        env = dict(zip([*jaxpr.constvars, *jaxpr.invars], operands, strict=True))
+        for eqn in jaxpr.eqns:
+            results = given = [v.val if isinstance(v, Literal) else env[v] for v in eqn.invars]
+            if eqn.primitive.name not in _CONSTRAINTS:
+                inside = with_jaxprs(eqn.params, _undivided)
+                results = run_equation(
+                    eqn, given, {k: None if isinstance(x, Sharding) else x for k, x in inside.items()}
+                )
+            env.update(zip(eqn.outvars, results, strict=True))
+        return values_of(env, jaxpr.outvars)
+
+    return run
+
+
+def _undivided(jaxpr: Jaxpr) -> Jaxpr:
+    """An open jaxpr, a branch or the body of a loop, without constraints and shardings."""
+    types = [
+        v.aval.update(sharding=None) if hasattr(v.aval, "sharding") else v.aval
+        for v in (*jaxpr.constvars, *jaxpr.invars)
+    ]
+    traced = jaxpr_of(run_undivided(jaxpr), *types)[0].jaxpr
+    n = len(jaxpr.constvars)
+    return Jaxpr(
+        traced.invars[:n], traced.invars[n:], traced.outvars, traced.eqns, traced.effects, nameless(traced.debug_info)
+    )
 
 
 def without_mesh(run: Callable[..., Any]) -> Callable[..., Any]:
@@ -226,28 +234,3 @@ def without_mesh(run: Callable[..., Any]) -> Callable[..., Any]:
 
 def _no_mesh() -> Any:
     return jax.set_mesh(Mesh(np.empty((), object), ()))
-
-
-def _undivided(jaxpr: Jaxpr, context: EquationContext) -> Jaxpr:
-    """``context``: of an equation that was traced without a mesh, as these know theirs."""
-    names: dict[Var, Atom] = {}
-
-    def read(v: Atom) -> Atom:
-        return v if isinstance(v, Literal) else names[v]
-
-    def variable(v: Any) -> Any:
-        names[v] = new = Var(v.aval.update(sharding=None)) if hasattr(v.aval, "sharding") else v
-        return new
-
-    consts, inputs = [variable(v) for v in jaxpr.constvars], [variable(v) for v in jaxpr.invars]
-    eqns = []
-    for eqn in jaxpr.eqns:
-        if eqn.primitive.name in _CONSTRAINTS:
-            names[eqn.outvars[0]] = read(eqn.invars[0])
-            continue
-        operands = [read(v) for v in eqn.invars]
-        inside = with_jaxprs(eqn.params, functools.partial(_undivided, context=context))
-        params = {k: None if isinstance(x, Sharding) else x for k, x in inside.items()}
-        results = [variable(v) for v in eqn.outvars]
-        eqns.append(eqn.replace(invars=operands, outvars=results, params=params, ctx=context))
-    return Jaxpr(consts, inputs, [read(v) for v in jaxpr.outvars], eqns, jaxpr.effects, jaxpr.debug_info)

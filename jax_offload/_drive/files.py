@@ -19,10 +19,8 @@ from jax.sharding import Sharding, SingleDeviceSharding
 from jax_offload._base.arrays import nbytes
 from jax_offload._base.jaxprs import Atom, Equation, Literal, Var, inner_of, renamed, values_of, variables
 from jax_offload._base.memory import HOST_KIND
-from jax_offload._base.on_disk import IN_MEMORY, READ, WRITE, Ends, Place
-from jax_offload._drive.by_rows import Part
-from jax_offload._drive.stages import BEFORE, DRIVEN, GROUP, Staged
-from jax_offload._drive.tasks import Task
+from jax_offload._base.on_disk import IN_MEMORY, READ, WRITE, Ends, Place, Range
+from jax_offload._drive.stages import BEFORE, DRIVEN, GROUP, Staged, Task
 from jax_offload._emit.find import holds_driven_update, is_update
 from jax_offload._ir.program import Program
 
@@ -181,6 +179,20 @@ def _devices(devices: Set[Any]) -> str:
 
 
 # ---- moved while it runs ---------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """Some rows of a leaf on disk; ``None``: all."""
+
+    leaf: Place
+    rows: Range | None = None
+
+    def meets(self, other: Part) -> bool:
+        """Whether two parts of one leaf share rows."""
+        if self.rows is None or other.rows is None:
+            return True
+        return self.rows[0] < other.rows[1] and other.rows[0] < self.rows[1]
 
 
 def beside(sizes: Iterable[int]) -> int:

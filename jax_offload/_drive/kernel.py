@@ -19,12 +19,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_offload._base.boxes import Box, assembled, gathered
-from jax_offload._base.jaxprs import Equation, Jaxpr, Literal, Var, closed, variables
+from jax_offload._base.jaxprs import Equation, Jaxpr, Literal, Var, closed, values_of, variables
 from jax_offload._base.memory import DEVICE_KIND, HOST_KIND, is_host_aval, with_kind
 from jax_offload._drive import cores
-from jax_offload._drive.by_rows import Piece
-from jax_offload._drive.tasks import Task
+from jax_offload._drive.stages import Task
 from jax_offload._ir.program import flat
+from jax_offload._ir.slices import Slice
 
 # A kernel computes bfloat16 in float32 and rounds after each operation, except where the next operation widens the
 # result to float32: XLA's CPU code does the same.
@@ -56,7 +56,7 @@ class OnePass:
 
     Args:
       task: the task.
-      kernels: one for each of its pieces.
+      kernels: one for each of its slices.
       up: the results that belong in device memory; the others stay in host memory.
 
     Attributes:
@@ -64,14 +64,13 @@ class OnePass:
     """
 
     def __init__(self, task: Task, kernels: Sequence[Kernel], up: Set[Var]) -> None:
-        self._task, self._up, self._updates = task, up, [*zip(task.stage.pieces, kernels, strict=True)]
-        self.written = variables(p.inputs[i] for p, kernel in self._updates for i in kernel.over.values())
+        self._task, self._up, self._updates = task, up, [*zip(task.stage.slices, kernels, strict=True)]
+        self.written = [s.inputs[i] for s, kernel in self._updates for i in kernel.over.values()]
 
     def __call__(self, *operands: Any) -> list[Any]:
         env = dict(zip(self._task.inputs, operands, strict=True))
-        for piece, kernel in self._updates:
-            given = [v.val if isinstance(v, Literal) else env[v] for v in piece.inputs]
-            env.update(zip(piece.outputs, self._updated(kernel, given, piece.outputs), strict=True))
+        for s, kernel in self._updates:
+            env.update(zip(s.outputs, self._updated(kernel, values_of(env, s.inputs), s.outputs), strict=True))
         return [env[v] for v in self._task.outputs]
 
     def _updated(self, kernel: Kernel, given: Sequence[Any], results: Sequence[Var]) -> list[jax.Array]:
@@ -110,22 +109,23 @@ def one_pass(task: Task, next_of: Mapping[Var, Var], own: Set[Var], up: Set[Var]
     """
     if not cores.has_numba():
         return None
-    pieces = task.stage.pieces
-    found = [None if p.jaxpr is None else kernel_of(p.jaxpr, _over(p, pieces, next_of, own)) for p in pieces]
-    kernels = [kernel for kernel in found if kernel is not None]
-    return OnePass(task, kernels, up) if len(kernels) == len(pieces) else None
+    slices = task.stage.slices
+    try:
+        return OnePass(task, [kernel_of(s.jaxpr, _over(s, slices, next_of, own)) for s in slices], up)
+    except _NotElementwise:
+        return None
 
 
-def _over(piece: Piece, pieces: Sequence[Piece], next_of: Mapping[Var, Var], own: Set[Var]) -> dict[int, int]:
+def _over(s: Slice, slices: Sequence[Slice], next_of: Mapping[Var, Var], own: Set[Var]) -> dict[int, int]:
     """Results and the inputs that they overwrite: the next value of an input that nothing else reads."""
 
     def type_of(v: Var) -> Any:
         return v.aval.shape, v.aval.dtype, is_host_aval(v.aval)
 
-    times = Counter(v for each in pieces for v in variables(each.inputs))
-    positions = {v: i for i, v in enumerate(piece.inputs) if isinstance(v, Var) and v in own and times[v] == 1}
-    old = {k: next_of[v] for k, v in enumerate(piece.outputs) if v in next_of}
-    return {k: positions[x] for k, x in old.items() if x in positions and type_of(x) == type_of(piece.outputs[k])}
+    times = Counter(v for each in slices for v in each.inputs)
+    positions = {v: i for i, v in enumerate(s.inputs) if v in own and times[v] == 1}
+    old = {k: next_of[v] for k, v in enumerate(s.outputs) if v in next_of}
+    return {k: positions[x] for k, x in old.items() if x in positions and type_of(x) == type_of(s.outputs[k])}
 
 
 def _run(kernel: Kernel, arrays: Sequence[Any], scalars: Sequence[Any]) -> None:
@@ -174,20 +174,16 @@ class _NotElementwise(Exception):
     """An equation is no arithmetic on elements that compiles to the same numbers."""
 
 
-def kernel_of(jaxpr: Jaxpr, over: Mapping[int, int]) -> Kernel | None:
-    """The kernel of an update; ``None`` where one of its equations is not elementwise.
+def kernel_of(jaxpr: Jaxpr, over: Mapping[int, int]) -> Kernel:
+    """Generate the kernel of an update.
 
     Args:
-      jaxpr: of the update; its transfers do nothing on the cores.
+      jaxpr: the update's; its transfers do nothing on the cores.
       over: result -> the input that it overwrites, by their positions.
+
+    Raises:
+      _NotElementwise: one of its equations is not elementwise.
     """
-    try:
-        return _kernel(jaxpr, over)
-    except _NotElementwise:
-        return None
-
-
-def _kernel(jaxpr: Jaxpr, over: Mapping[int, int]) -> Kernel:
     program = flat(closed(jaxpr), any_jit=True)
     inputs, outputs = program.inputs, variables(program.outputs)
     (shape, *more) = {v.aval.shape for v in outputs} or {()}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence, Set
@@ -15,7 +14,6 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDev
 
 from jax_offload._base.donation import guarded
 from jax_offload._base.jaxprs import (
-    Atom,
     ClosedJaxpr,
     Equation,
     Literal,
@@ -44,14 +42,14 @@ from jax_offload._drive.files import Moving, files_of
 from jax_offload._drive.kernel import OnePass, one_pass
 from jax_offload._drive.rows_down import rows_sent_down
 from jax_offload._drive.segments import in_segments
-from jax_offload._drive.stages import Staged, staged
-from jax_offload._drive.tasks import Task, check_processes, tasks_of, to_be_written
+from jax_offload._drive.stages import GROUP, Staged, Task, staged, tasks_of
 from jax_offload._emit.find import holds_driven_update
-from jax_offload._ir.program import flat
+from jax_offload._ir.program import flat, numbered, structure
 from jax_offload._step.checked import Runs, check_order, tell
 from jax_offload._step.cut import cut_step, unguarded
 
 Jit = Callable[..., Any]
+WRITABLE = ("cpu", "gpu", "cuda", "rocm")  # platforms whose host memory has an address for us
 
 
 class Driven:
@@ -94,11 +92,11 @@ class Driven:
         firsts = {v: _first(found.next_of, v) for v in found.next_of}
         self._places |= {v: self._places[old] for v, old in firsts.items() if old in self._places}
         self._donated = {v for v, given in zip(own, donated, strict=True) if given}
-        self._compiled: dict[Hashable, Jit] = {}
+        self._compiled, self._key_of = dict[Hashable, Jit](), numbered()
         self._step, tasks = self._scheduled(found, segments)
-        writable = to_be_written(tasks, self._donated, self._places, self._devices)
+        writable = self._writable(tasks)
         self._tasks = [(task, self._run_by(task, writable)) for task in tasks]
-        self._hands_on = any(task.stage.loop is not None for task in tasks)
+        self._hands_on = any(task.stage.inner is not None for task in tasks)
         self._written = [v for _, run in self._tasks if isinstance(run, OnePass) for v in run.written]
 
     def _scheduled(self, step: Staged, segments: bool) -> tuple[Staged, list[Task]]:
@@ -106,7 +104,7 @@ class Driven:
         free = self._donated | {*self._reads}
         try:
             found = rows_sent_down(step) if len(self._devices) == 1 else step
-            found = found.with_one_piece_first
+            found = found.with_one_slice_first
             found = in_segments(found) if segments and self._may_be_cut(found) else found
             tasks = tasks_of(found, free)
             parts = [Runs(task.inputs, [*task.outputs, *task.down, *task.up], {*task.over}) for task in tasks]
@@ -194,27 +192,22 @@ class Driven:
         return self._places.get(v) or self._everywhere
 
     def _program(self, task: Task) -> Callable[..., Sequence[Any]]:
-        """Make the program of a task; tasks of one kind share it."""
-        stage = task.stage
-        if stage.loop is not None:
-            kind = _Loop if stage.loop.primitive.name == "while" else _Branch
-            return kind(stage.loop, task, self._options)
+        """Make the program of a task; tasks that do the same share it."""
+        stage, jaxpr = task.stage, task.jaxpr
         places = [*map(self._result_place, task.outputs), *(None for _ in task.down)]
-        key = None if task.kind is None else (task.kind, tuple(places))
+        shared = stage.name == GROUP or stage.on_cores
+        key = structure(jaxpr, self._key_of) if shared else id(task), len(task.down), task.reused, tuple(places)
         if key in self._compiled:
             return self._compiled[key]
-        if stage.on_cores:
-            whole = [
-                p if p.jaxpr is None else dataclasses.replace(p, run=cores.run_undivided(p.jaxpr)) for p in stage.pieces
-            ]
-            stage = dataclasses.replace(stage, pieces=tuple(whole))
+        run = cores.run_undivided(jaxpr) if stage.on_cores else jax_fun(closed(jaxpr))
 
         def program(*operands: Any) -> list[Any]:
-            env = dict(zip(task.inputs, operands, strict=True))
-            if stage.on_cores:
-                env = {v: x if is_host_aval(v.aval) else to_device(x) for v, x in env.items()}
-            stage.run(env)
-            return guarded([*(env[v] for v in task.outputs), *(to_host(env[v]) for v in task.down)], list(operands))
+            given = list(operands)
+            if stage.on_cores:  # its operands were sent to host memory, whatever their types say
+                sent = [not is_host_aval(v.aval) for v in task.inputs]
+                given = [to_device(x) if down else x for x, down in zip(operands, sent, strict=True)]
+            results, n = run(*given), len(task.outputs)
+            return guarded([*results[:n], *map(to_host, results[n:])], list(operands))
 
         program.__name__ = f"step_{stage.name}"
         if stage.on_cores:
@@ -222,8 +215,7 @@ class Driven:
         else:
             options = dict(self._options[task.sends] or {}) or None
             compiled = jit(program, donate_argnums=task.reused, out_shardings=places, compiler_options=options)
-        if key is not None:
-            self._compiled[key] = compiled
+        self._compiled[key] = compiled
         return compiled
 
     def _result_place(self, v: Var) -> Sharding | None:
@@ -233,16 +225,35 @@ class Driven:
             return None
         return with_kind(place, HOST_KIND if is_host_aval(v.aval) else DEVICE_KIND)
 
+    def _writable(self, tasks: Sequence[Task]) -> set[Var]:
+        """Return the donated leaves in host memory that the cores may overwrite: at most one task beside the first
+        reads them."""
+        if any(device.platform not in WRITABLE for device in self._devices):
+            return set()
+        read_by = Counter(v for task in tasks[1:] for v in task.inputs)  # the first has been started by then
+        found = {v for v in self._donated if read_by[v] == 1 and (is_host_aval(v.aval) or cores.on_cpus(self._devices))}
+        # an argument without a place, such as a NumPy array, is not committed to these devices
+        return {v for v in found if v in self._places and {*self._places[v].device_set} == self._devices}
+
     def _run_by(self, task: Task, writable: Set[Var]) -> Callable[..., Sequence[Any]]:
-        """Return what runs a task: a program of XLA, or one pass of the cores."""
-        program = self._program(task)
+        """Return what runs a task: a program of XLA, one pass of the cores, or a driven loop or branch."""
+        if task.stage.inner is not None:
+            return _Inner(task.stage.inner, task, self._options)
         if not task.stage.on_cores:
-            return program
+            return self._program(task)
         up = {v for v in task.up if not is_host_aval(v.aval)}
         found = one_pass(task, self._step.next_of, writable & task.free, up)
-        if found is None:
-            check_processes(task, len({device.process_index for device in self._devices}))
-        return found or program
+        if found is not None:
+            return found
+        processes = len({device.process_index for device in self._devices})
+        if processes > 1 and any(is_sent(v.aval) for v in task.inputs):
+            raise ValueError(
+                "update_on: an update that is more than arithmetic on elements (LAMB, Adafactor, Muon), or any without "
+                f"numba, takes every leaf whole, and the step runs in {processes} processes. Fix: pip install "
+                "jax_offload[cores] for AdamW and the like; else update_on='device', and shard_over= for less of the "
+                "state."
+            )
+        return self._program(task)
 
 
 class _Values:
@@ -362,59 +373,55 @@ def _everywhere(placed: Sequence[Any], devices: Set[Any]) -> Sharding:
     return SingleDeviceSharding(next(iter(devices))) if mesh is None else NamedSharding(mesh, PartitionSpec())
 
 
-def _free(operands: Sequence[Atom], free: Set[Var]) -> list[bool]:
-    """Say for each operand of a loop whether the loop may take its buffer; literals have their own."""
-    return [isinstance(v, Literal) or v in free for v in operands]
+class _Inner:
+    """A ``while`` or a ``cond`` of the step that holds an update, such as ``optax.apply_if_finite``.
 
+    What decides is read on the host: a loop's condition, or the index of a branch. The body, or the branch that is
+    taken, is driven.
+    """
 
-class _Loop:
-    """A ``while`` of the step that holds an update: its condition is read on the host, and its body is driven."""
-
-    def __init__(self, loop: Equation, task: Task, options: tuple[Mapping[str, Any], Mapping[str, Any]]) -> None:
-        self._eqn, self._reads, self._free, self._options = loop, task.inputs, task.free, options
-        self._places = [self._eqn.outvars.index(v) for v in task.outputs]
-        self._body: Driven | None = None
-        condition, self._used = without_dead_code(self._eqn.params["cond_jaxpr"].jaxpr)
-        self._condition = jit(jax_fun(closed(condition, self._eqn.params["cond_jaxpr"].consts)))
+    def __init__(self, eqn: Equation, task: Task, options: tuple[Mapping[str, Any], Mapping[str, Any]]) -> None:
+        self._eqn, self._task, self._options = eqn, task, options
+        self._places = [eqn.outvars.index(v) for v in task.outputs]
+        self._compiled: dict[int, Callable[..., Sequence[Any]]] = {}
+        if eqn.primitive.name == "while":
+            condition, self._used = without_dead_code(eqn.params["cond_jaxpr"].jaxpr)
+            self._condition = jit(jax_fun(closed(condition, eqn.params["cond_jaxpr"].consts)))
 
     def __call__(self, *operands: Any) -> list[Any]:
+        given = values_of(dict(zip(self._task.inputs, operands, strict=True)), self._eqn.invars)
+        results = self._loop(given) if self._eqn.primitive.name == "while" else self._branch(*given)
+        return [results[k] for k in self._places]
+
+    def _loop(self, given: Sequence[Any]) -> Sequence[Any]:
         params = self._eqn.params
-        given = values_of(dict(zip(self._reads, operands, strict=True)), self._eqn.invars)
         n, m = params["cond_nconsts"], params["cond_nconsts"] + params["body_nconsts"]
         consts, carry = given[n:m], given[m:]
+        free = [False] * len(consts) + self._free[m:]
         while self._holds([*given[:n], *carry]):
-            if self._body is None:
-                donated = [False] * len(consts) + _free(self._eqn.invars[m:], self._free)
-                self._body = Driven(params["body_jaxpr"], [*consts, *carry], donated, *self._options)
-            carry = self._body([*consts, *carry], {*map(id, given[:n])})
-        return [carry[k] for k in self._places]
+            operands = [*consts, *carry]
+            carry = self._run(0, params["body_jaxpr"], operands, free)(operands, {*map(id, given[:n])})
+        return carry
 
     def _holds(self, operands: Sequence[Any]) -> bool:
         (holds,) = self._condition(*(x for x, used in zip(operands, self._used, strict=True) if used))
         return bool(np.asarray(holds))
 
-
-class _Branch:
-    """A ``cond`` of the step that holds an update, such as ``optax.apply_if_finite``: the branch taken is driven."""
-
-    def __init__(self, branch: Equation, task: Task, options: tuple[Mapping[str, Any], Mapping[str, Any]]) -> None:
-        self._eqn, self._reads, self._free, self._options = branch, task.inputs, task.free, options
-        self._places = [self._eqn.outvars.index(v) for v in task.outputs]
-        self._branches: dict[int, Callable[[Sequence[Any]], Sequence[Any]]] = {}
-
-    def __call__(self, *operands: Any) -> list[Any]:
-        index, *given = values_of(dict(zip(self._reads, operands, strict=True)), self._eqn.invars)
+    def _branch(self, index: Any, *given: Any) -> Sequence[Any]:
         branches = self._eqn.params["branches"]
         k = min(max(int(np.asarray(index)), 0), len(branches) - 1)
-        if k not in self._branches:
-            self._branches[k] = self._branch(branches[k], given)
-        results = self._branches[k](given)
-        return [results[i] for i in self._places]
+        return self._run(k, branches[k], given, self._free[1:])(given)
 
-    def _branch(self, branch: ClosedJaxpr, given: Sequence[Any]) -> Callable[[Sequence[Any]], Sequence[Any]]:
-        if any(map(holds_driven_update, branch.jaxpr.eqns)):
-            return Driven(branch, given, _free(self._eqn.invars[1:], self._free), *self._options)
-        return without_update(branch)
+    @property
+    def _free(self) -> list[bool]:
+        """Say for each operand whether its buffer may be taken; literals have their own."""
+        return [isinstance(v, Literal) or v in self._task.free for v in self._eqn.invars]
+
+    def _run(self, k: int, body: ClosedJaxpr, given: Sequence[Any], free: Sequence[bool]) -> Callable[..., Any]:
+        if k not in self._compiled:
+            driven = any(map(holds_driven_update, body.jaxpr.eqns))
+            self._compiled[k] = Driven(body, given, free, *self._options) if driven else without_update(body)
+        return self._compiled[k]
 
 
 def without_update(step: ClosedJaxpr) -> Callable[[Sequence[Any]], Sequence[Any]]:

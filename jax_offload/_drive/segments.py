@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence, Set
 
 from jax_offload._base.arrays import nbytes
 from jax_offload._base.jaxprs import Equation, Jaxpr, Var, flops, variables
-from jax_offload._drive.stages import BEFORE, GROUP, Stage, Staged, piece_of
+from jax_offload._drive.stages import BEFORE, GROUP, Stage, Staged
 from jax_offload._ir.primitives import ELEMENTWISE
 from jax_offload._ir.slices import Slice, slice_of
 
@@ -39,8 +39,9 @@ def in_segments(step: Staged) -> Staged:
     device has work while the host waits for a file.
     """
     (first, *rest), groups = step.stages, _groups(step)
-    jaxpr = first.pieces[0].jaxpr
-    if not groups or jaxpr is None or any(eqn.effects for eqn in jaxpr.eqns):
+    pass_ = first.slices[0]
+    jaxpr = pass_.jaxpr
+    if not groups or any(eqn.effects for eqn in jaxpr.eqns):
         return step
     on_disk, ready = groups[0].name == GROUP, list[int]()
     made_by = {v: k + 1 for k, eqn in enumerate(jaxpr.eqns) for v in eqn.outvars}
@@ -48,7 +49,7 @@ def in_segments(step: Staged) -> Staged:
         ready.append(max((made_by.get(v, 0) for v in group.reads), default=0))
         made_by.update(dict.fromkeys(group.makes, ready[-1]))
     cuts = cuts_of(jaxpr, ready, *(FOR_DISK if on_disk else FOR_CORES))
-    segments = [Stage(BEFORE, (piece_of(part),)) for part in parts_of(jaxpr, {*first.pieces[0].outputs}, cuts)]
+    segments = [Stage(BEFORE, (part,)) for part in parts_of(jaxpr, {*pass_.outputs}, cuts)]
     stages = [*_interleaved(segments, cuts, groups, ready), *rest[len(groups) :]] if on_disk else [*segments, *rest]
     return dataclasses.replace(step, stages=stages)
 

@@ -1,11 +1,15 @@
-"""A cut step as stages, one program each: the pass, the device's share of the update, groups of the cores, the rest."""
+"""A cut step as stages, one program each: the pass, the device's share of the update, groups of the cores, the rest.
+
+What each stage reads, makes and frees, and which buffers it may reuse, is decided here too, and run in ``run.py``.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Hashable, Iterator, Mapping, Sequence, Set
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence, Set
 from types import MappingProxyType
-from typing import Any, cast
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,21 +22,21 @@ from jax_offload._base.jaxprs import (
     DropVar,
     Equation,
     Jaxpr,
-    Literal,
     Var,
-    jax_fun,
     jaxpr_of,
+    nameless,
     renamed,
     values_of,
     variables,
 )
 from jax_offload._base.memory import is_host_aval
 from jax_offload._base.on_disk import Ends, Range
-from jax_offload._drive.by_rows import ByRows, Piece, produced_once
+from jax_offload._drive.by_rows import ByRows, produced_once
+from jax_offload._drive.cores import is_sent
 from jax_offload._emit.find import holds_driven_update, is_update
 from jax_offload._emit.region import Update, bound
 from jax_offload._emit.run import functions, waiting
-from jax_offload._ir.program import Program, structure
+from jax_offload._ir.program import Builder, Program, flat, numbered, structure
 from jax_offload._ir.slices import Slice, slice_of
 from jax_offload._plan.plan import Chunked, Planned
 from jax_offload._plan.serialise import Serialise, is_large
@@ -42,54 +46,43 @@ from jax_offload._step.cut import Cut
 # group's parameters are all that comes back while nothing is updated.
 GROUP_BYTES = 2**26
 BEFORE = "before"  # the name of the stages that make the gradients
-DRIVEN = ("while", "cond")  # what an update may stand in
 GROUP = "group"  # the name of stages whose state is on disk, or beside a state on disk
-
-
-def piece_of(s: Slice, inputs: Sequence[Atom] | None = None) -> Piece:
-    """A slice as a piece. ``inputs``: its operands in the step, where they have other names there."""
-    return Piece([*(s.inputs if inputs is None else inputs)], s.outputs, s.run, structure(s.jaxpr), s.jaxpr)
+DRIVEN = ("while", "cond")  # what an update may stand in
 
 
 @dataclasses.dataclass(frozen=True)
 class Stage:
-    """One program of a step: its pieces, one after the other.
+    """One program of a step.
 
     Attributes:
+      slices: what it runs, one after the other, in variables of the step.
       on_cores: whether the host's cores run it.
-      loop: a ``while`` or a ``cond`` of the step, which is driven from Python too, in the place of pieces.
+      inner: a ``while`` or a ``cond`` of the step that holds an update. Python drives it too, and there are no slices.
     """
 
     name: str
-    pieces: tuple[Piece, ...] = ()
+    slices: tuple[Slice, ...] = ()
     on_cores: bool = False
-    loop: Equation | None = None
+    inner: Equation | None = None
 
     @property
     def makes(self) -> list[Var]:
-        if self.loop is not None:
-            return _results(self.loop)
-        return [v for piece in self.pieces for v in piece.outputs]
+        if self.inner is not None:
+            return _results(self.inner)
+        return [v for s in self.slices for v in s.outputs]
 
     @property
     def reads(self) -> list[Var]:
-        if self.loop is not None:
-            return list(dict.fromkeys(variables(self.loop.invars)))
+        if self.inner is not None:
+            return list(dict.fromkeys(variables(self.inner.invars)))
         defined = {*self.makes}
-        return list(dict.fromkeys(v for piece in self.pieces for v in variables(piece.inputs) if v not in defined))
+        return list(dict.fromkeys(v for s in self.slices for v in s.inputs if v not in defined))
 
-    def run(self, env: dict[Var, Any]) -> None:
-        for piece in self.pieces:
-            env.update(zip(piece.outputs, piece.run(*values_of(env, piece.inputs)), strict=True))
-
-    def kind(self, order: Sequence[Var]) -> Hashable:
-        """Equal for stages that compute the same, with inputs and results in this order; ``None``: not known."""
-        atoms = [v for piece in self.pieces for v in (*piece.inputs, *piece.outputs)]
-        if any(piece.kind is None for piece in self.pieces) or any(isinstance(v, Literal) for v in atoms):
-            return None
-        number: dict[Var, int] = {}
-        wiring = tuple(number.setdefault(v, len(number)) for v in variables(atoms))
-        return tuple(piece.kind for piece in self.pieces), wiring, tuple(number[v] for v in order)
+    def jaxpr(self, inputs: Sequence[Var], outputs: Sequence[Var]) -> Jaxpr:
+        """Its equations, with inputs and results in this order."""
+        eqns = [eqn for s in self.slices for eqn in s.jaxpr.eqns]
+        effects = frozenset[Any]().union(*(s.jaxpr.effects for s in self.slices))
+        return Jaxpr([], inputs, outputs, eqns, effects, nameless(self.slices[0].jaxpr.debug_info))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -123,37 +116,35 @@ class Staged:
         """The variables that the stages make for the caller; parts in place of leaves that are made in parts."""
         return [w for v in variables(self.outputs) for w in ([x for x, _ in self.parts.get(v, ())] or [v])]
 
-    @property
-    def with_one_piece_first(self) -> Staged:
-        """The step whose first program is one piece, with its gradients in turn."""
+    def with_first(self, *slices: Slice) -> Staged:
+        """The step with other slices in its first program."""
         first, *later = self.stages
-        pieces = [*first.pieces]
+        return dataclasses.replace(self, stages=[dataclasses.replace(first, slices=slices), *later])
+
+    @property
+    def with_one_slice_first(self) -> Staged:
+        """The step whose first program is one slice, with its gradients in turn."""
+        slices = self.stages[0].slices
         if len(self.in_turn) > 1:
-            pieces[:1] = _in_turn(pieces[0], self.in_turn)
-        return dataclasses.replace(self, stages=[dataclasses.replace(first, pieces=(_joined(pieces),)), *later])
+            slices = (*_in_turn(slices[0], self.in_turn), *slices[1:])
+        return self.with_first(_joined(slices))
 
 
-def _joined(pieces: Sequence[Piece]) -> Piece:
-    """Join pieces. Each equation of a later piece comes as soon as its operands exist, so that the update's groups wait
+def _joined(slices: Sequence[Slice]) -> Slice:
+    """Join slices. Each equation of a later slice comes as soon as its operands exist, so that the update's groups wait
     for a learning rate, and not for the gradients of leaves that stay on the device."""
-    outputs: list[Var] = []
-    made: dict[Var, int] = {}  # by which equation of the first piece, the pass
+    made: dict[Var, int] = {}  # by which equation of the first slice, the pass
     found: list[tuple[int, Equation]] = []
-    for piece in pieces:
-        assert piece.jaxpr is not None
-        makes = [*zip(variables(piece.jaxpr.outvars), piece.outputs, strict=True)]
-        outputs += [v for own, v in makes if own not in {*piece.jaxpr.invars}]  # others have a name
-        names: dict[Var, Atom] = {**dict(makes), **dict(zip(piece.jaxpr.invars, piece.inputs, strict=True))}
-        for k, eqn in enumerate(piece.jaxpr.eqns):
-            ins, outs = [renamed(names, v) for v in eqn.invars], [cast(Var, renamed(names, v)) for v in eqn.outvars]
-            at = k if piece is pieces[0] else max((made.get(v, -1) for v in variables(ins)), default=-1)
-            found.append((at, eqn.replace(invars=ins, outvars=outs)))
-            made.update(dict.fromkeys(outs, at))
+    for s in slices:
+        for k, eqn in enumerate(s.jaxpr.eqns):
+            at = k if s is slices[0] else max((made.get(v, -1) for v in variables(eqn.invars)), default=-1)
+            found.append((at, eqn))
+            made.update(dict.fromkeys(eqn.outvars, at))
     eqns = [eqn for _, eqn in sorted(found, key=lambda each: each[0])]
-    return piece_of(slice_of(eqns, outputs, cast(Jaxpr, pieces[0].jaxpr).debug_info, {}))
+    return slice_of(eqns, [v for s in slices for v in s.outputs], slices[0].jaxpr.debug_info, {})
 
 
-def _in_turn(first: Piece, gradients: Sequence[Var]) -> list[Piece]:
+def _in_turn(first: Slice, gradients: Sequence[Var]) -> list[Slice]:
     """Let each large gradient of the pass wait for the one before, and the smallest result wait for all.
 
     Nothing else asks for gradients that stay on the device: XLA would put their matmuls off to the end of the program,
@@ -163,7 +154,7 @@ def _in_turn(first: Piece, gradients: Sequence[Var]) -> list[Piece]:
     others = [v for v in others if not is_host_aval(v.aval) and not jnp.issubdtype(v.aval.dtype, jax.dtypes.extended)]
     last = min(others or gradients, key=lambda v: nbytes(v.aval))
     held = list(dict.fromkeys([*gradients, last]))
-    raw = {v: Var(v.aval) for v in held}
+    raw: dict[Var, Var] = {v: Var(v.aval) for v in held}
 
     def wait(*values: Any) -> list[Any]:
         found, zero = waiting(values[: len(gradients)])
@@ -172,9 +163,27 @@ def _in_turn(first: Piece, gradients: Sequence[Var]) -> list[Piece]:
         found[k] = jnp.where(zero == 0, found[k], jnp.zeros((), found[k].dtype))
         return found
 
-    traced, _ = jaxpr_of(wait, *(v.aval for v in held))
-    turn = Piece([*raw.values()], held, wait, None, traced.jaxpr)
-    return [dataclasses.replace(first, outputs=[raw.get(v, v) for v in first.outputs]), turn]
+    def own(eqn: Equation) -> Equation:
+        ins = [renamed(raw, v) for v in eqn.invars]  # pyright: ignore[reportArgumentType]
+        return eqn.replace(invars=ins, outvars=[raw.get(v, v) for v in eqn.outvars])
+
+    eqns, outputs = [own(eqn) for eqn in first.jaxpr.eqns], [raw.get(v, v) for v in first.outputs]
+    waits = inlined(flat(jaxpr_of(wait, *(v.aval for v in held))[0]), [*raw.values()], held)
+    return [slice_of(eqns, outputs, first.jaxpr.debug_info, {}), waits]
+
+
+def inlined(program: Program, inputs: Sequence[Atom], outputs: Sequence[Var]) -> Slice:
+    """A program of these inputs as a slice that makes these results."""
+    new = Builder()
+    names = dict(zip(variables(new.call(program, inputs)), outputs, strict=True))
+    eqns = [
+        eqn.replace(
+            invars=[renamed(names, v) for v in eqn.invars],  # pyright: ignore[reportArgumentType]
+            outvars=[names.get(v, v) for v in eqn.outvars],
+        )
+        for eqn in new.eqns
+    ]
+    return slice_of(eqns, [*outputs], program.debug_info, {})
 
 
 def staged(cut: Cut, ends: Mapping[Var, Ends] = MappingProxyType({})) -> Staged:
@@ -188,13 +197,13 @@ def staged(cut: Cut, ends: Mapping[Var, Ends] = MappingProxyType({})) -> Staged:
       ValueError: a part of the update that the cores run stands in a scan or the like.
     """
     found = _Found(ByRows(ends))
-    found.on_device(BEFORE, found.piece_of(cut.before))
+    found.on_device(BEFORE, found.in_step(cut.before))
     for eqn in cut.update.jaxpr.eqns:
         if not holds_driven_update(eqn):
             between = slice_of([eqn], _results(eqn), cut.program.debug_info, {})
-            found.on_device("between", found.piece_of(between))
+            found.on_device("between", found.in_step(between))
         elif eqn.primitive.name in DRIVEN:
-            found.stages.append(Stage("loop", loop=eqn.replace(invars=found.in_step(eqn.invars))))
+            found.stages.append(Stage("inner", inner=eqn.replace(invars=found.atoms(eqn.invars))))
         elif is_update(eqn):
             found.add(eqn, cut.before)
         else:
@@ -203,7 +212,7 @@ def staged(cut: Cut, ends: Mapping[Var, Ends] = MappingProxyType({})) -> Staged:
                 "update once a step, outside of scans and shard_map; skip= and a branch may skip it."
             )
     if cut.after.outputs:
-        found.on_device("after", found.piece_of(cut.after))
+        found.on_device("after", found.in_step(cut.after))
     return found.staged(cut.program)
 
 
@@ -215,6 +224,7 @@ class _Found:
       rules: decides which slices are updated some rows at a time.
       names: variable of an update, or result of one -> the atom that stands for it in the stages.
       visited: the ids of the updates so far.
+      traced: what slices do, by their kind; slices that do the same are traced once.
     """
 
     rules: ByRows
@@ -225,20 +235,34 @@ class _Found:
     in_turn: list[Var] = dataclasses.field(default_factory=list[Var])
     on_disk: dict[Var, bool] = dataclasses.field(default_factory=dict[Var, bool])
     scattered: dict[Var, NamedSharding] = dataclasses.field(default_factory=dict[Var, NamedSharding])
+    traced: dict[Hashable, Program] = dataclasses.field(default_factory=dict[Hashable, Program])
+    key_of: Callable[[Any], Hashable] = dataclasses.field(default_factory=numbered)
 
-    def in_step(self, atoms: Sequence[Atom]) -> list[Atom]:
+    def atoms(self, atoms: Sequence[Atom]) -> list[Atom]:
         return [renamed(self.names, v) for v in atoms]
 
-    def on_device(self, name: str, *pieces: Piece) -> None:
-        """Add pieces to the last program of the device, or begin another."""
-        last = self.stages[-1] if self.stages else None
-        if last is not None and not last.on_cores and last.loop is None and last.name != GROUP:
-            self.stages[-1] = dataclasses.replace(last, pieces=(*last.pieces, *pieces))
-        else:
-            self.stages.append(Stage(name, pieces))
+    def in_step(self, s: Slice) -> Slice:
+        """A slice of an update in variables of the step."""
+        if self.names.keys().isdisjoint(s.inputs):
+            return s
+        eqns = [eqn.replace(invars=self.atoms(eqn.invars)) for eqn in s.jaxpr.eqns]
+        return slice_of(eqns, s.outputs, s.jaxpr.debug_info, s.shards)
 
-    def piece_of(self, s: Slice) -> Piece:
-        return piece_of(s, self.in_step(s.inputs))
+    def slice_by(
+        self, run: Callable[..., Any], inputs: Sequence[Atom], outputs: Sequence[Var], kind: Hashable
+    ) -> Slice:
+        """What a function does, as a slice; functions of one ``kind`` do the same."""
+        if kind not in self.traced:
+            self.traced[kind] = flat(jaxpr_of(run, *(v.aval for v in inputs))[0])
+        return inlined(self.traced[kind], inputs, outputs)
+
+    def on_device(self, name: str, *slices: Slice) -> None:
+        """Add slices to the last program of the device, or begin another."""
+        last = self.stages[-1] if self.stages else None
+        if last is not None and not last.on_cores and last.inner is None and last.name != GROUP:
+            self.stages[-1] = dataclasses.replace(last, slices=(*last.slices, *slices))
+        else:
+            self.stages.append(Stage(name, slices))
 
     def add(self, eqn: Equation, before: Slice) -> None:
         """Add the stages of an update."""
@@ -246,7 +270,7 @@ class _Found:
         if id(update) in self.visited:
             raise ValueError("step: runs one jitted update twice, which update_on cannot drive yet; unjit it.")
         self.visited.add(id(update))
-        self.names.update(zip(update.operands, self.in_step(eqn.invars), strict=True))
+        self.names.update(zip(update.operands, self.atoms(eqn.invars), strict=True))
         handed_on = [self.names.get(v, v) if v in {*update.operands} else v for v in update.program.outputs]
         self.names.update(zip(eqn.outvars, handed_on, strict=True))
         pairs = ((v, self.names.get(old)) for v, old in update.next_values.items())
@@ -263,21 +287,23 @@ class _Found:
         self.scattered |= {x: s for v, s in _scattered(update) if isinstance(x := self.names[v], Var)}
         defined = produced_once(update, eqn.outvars)
         for each in update.passes:
-            self.on_device("scalars", self.piece_of(each.prelude))
-            self.stages += _grouped(GROUP, [*self.pieces_of(each.slices, update, defined)], on_cores=False)
+            self.on_device("scalars", self.in_step(each.prelude))
+            self.stages += _grouped(GROUP, [*self.from_disk(each.slices, update, defined)], on_cores=False)
 
-    def pieces_of(self, slices: Sequence[Planned], update: Update, defined: Mapping[Var, Var]) -> Iterator[Piece]:
-        for p in slices:
-            yield from self.rules.pieces(p, update, self.names, defined) or [self.planned_piece(p, update)]
+    def from_disk(self, planned: Sequence[Planned], update: Update, defined: Mapping[Var, Var]) -> Iterator[Slice]:
+        for p in planned:
+            parts = [*self.rules.parts_of(p, update, self.names, defined)]
+            yield from (self.slice_by(*part) for part in parts) if parts else [self.whole_slice(p, update)]
 
-    def planned_piece(self, p: Planned, update: Update) -> Piece:
+    def whole_slice(self, p: Planned, update: Update) -> Slice:
         def run(*args: Any) -> list[Any]:
             env = dict(zip(p.slice.inputs, args, strict=True))
             functions([p], update.names, lowered=True)(p, env)
-            return [env[v] for v in p.slice.outputs]
+            return values_of(env, p.slice.outputs)
 
         how = (p.transfer.axis, p.transfer.rows, p.transfer.shape) if isinstance(p.transfer, Chunked) else None
-        return Piece(self.in_step(p.slice.inputs), p.slice.outputs, run, (structure(p.slice.jaxpr), how))
+        kind = structure(p.slice.jaxpr, self.key_of), how
+        return self.slice_by(run, self.atoms(p.slice.inputs), p.slice.outputs, kind)
 
     def add_shares(self, update: Update, eqn: Equation, before: Slice) -> None:
         """Add the device's part of an update, and the cores' part in groups."""
@@ -285,25 +311,25 @@ class _Found:
         if len(self.stages) == 1:
             self.in_turn = _gradients_in_turn(update, device, eqn, {*before.outputs})
         first, *later = cores.passes
-        self.on_device(BEFORE, self.piece_of(first.prelude))
+        self.on_device(BEFORE, self.in_step(first.prelude))
         if device.planned:
             self.stages.append(Stage("device", (self.whole(device),)))
         elif any(v not in {*device.operands} for v in variables(device.program.outputs)):
             self.on_device(BEFORE, self.whole(device))
-        self.stages += _grouped("cores", [self.piece_of(p.slice) for p in first.slices])
+        self.stages += _grouped("cores", [self.in_step(p.slice) for p in first.slices])
         for each in later:
-            self.stages.append(Stage("scalars", (self.piece_of(each.prelude),), on_cores=True))
-            self.stages += _grouped("cores", [self.piece_of(p.slice) for p in each.slices])
+            self.stages.append(Stage("scalars", (self.in_step(each.prelude),), on_cores=True))
+            self.stages += _grouped("cores", [self.in_step(p.slice) for p in each.slices])
 
-    def whole(self, update: Update) -> Piece:
-        """Return an update as one piece, which streams as in any program of the device."""
+    def whole(self, update: Update) -> Slice:
+        """Return an update as one slice, which streams as in any program of the device."""
         outputs = [v for v in variables(update.program.outputs) if v not in {*update.operands}]
         places = [update.program.outputs.index(v) for v in outputs]
-        traced, _ = jaxpr_of(lambda *xs: [bound(update, xs)[k] for k in places], *(v.aval for v in update.operands))
-        return Piece(self.in_step(update.operands), outputs, jax_fun(traced), None, traced.jaxpr)
+        run = lambda *xs: [bound(update, xs)[k] for k in places]  # noqa: E731
+        return self.slice_by(run, self.atoms(update.operands), outputs, id(update))
 
     def staged(self, program: Program) -> Staged:
-        outputs, rules = self.in_step(program.outputs), self.rules
+        outputs, rules = self.atoms(program.outputs), self.rules
         scattered = {v: s for v, s in self.scattered.items() if v not in {*variables(outputs)}}
         inputs, consts = [*rules.starts.values(), *program.inputs], [*map(np.int32, rules.starts), *program.consts]
         next_of = self.next_of | rules.next_of
@@ -342,13 +368,108 @@ def _gradients_in_turn(update: Update, device: Update, eqn: Equation, defined: S
     return [] if unknown or stay.isdisjoint(large) else [*variables(large)]
 
 
-def _grouped(name: str, pieces: Sequence[Piece], *, on_cores: bool = True) -> Iterator[Stage]:
-    """Group consecutive pieces into stages of about ``GROUP_BYTES`` each."""
-    group: list[Piece] = []
+def _grouped(name: str, slices: Sequence[Slice], *, on_cores: bool = True) -> Iterator[Stage]:
+    """Group consecutive slices into stages of about ``GROUP_BYTES`` each."""
+    group: list[Slice] = []
     size = 0
-    for piece in pieces:
-        group.append(piece)
-        size += sum(nbytes(v.aval) for v in variables(piece.inputs) if is_host_aval(v.aval))
-        if size >= GROUP_BYTES or piece is pieces[-1]:
+    for s in slices:
+        group.append(s)
+        size += sum(nbytes(v.aval) for v in s.loads)
+        if size >= GROUP_BYTES or s is slices[-1]:
             yield Stage(name, tuple(group), on_cores=on_cores)
             group, size = [], 0
+
+
+# ---- what stages exchange --------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Task:
+    """A stage, and what it exchanges with the others.
+
+    Attributes:
+      inputs: the values that it reads.
+      outputs: the results that others read in the memory in which the stage makes them.
+      down: the results of a program of the device that the cores read: it copies them to host memory.
+      up: the results of the cores that are read on the device.
+      over: the inputs that nobody reads afterwards.
+      free: the ones that the step made or was given to donate: their buffers may be reused.
+      reused: the positions of the inputs whose buffers the results take.
+    """
+
+    stage: Stage
+    inputs: list[Var]
+    outputs: list[Var]
+    down: list[Var]
+    up: list[Var]
+    over: list[Var]
+    free: frozenset[Var]
+    reused: tuple[int, ...]
+
+    @property
+    def sends(self) -> bool:
+        """Whether it is a program of the device that copies to the host and nothing back."""
+        own = self.stage.name == BEFORE and any(is_host_aval(v.aval) for v in self.outputs)
+        return bool(self.down) or own
+
+    @property
+    def jaxpr(self) -> Jaxpr:
+        return self.stage.jaxpr(self.inputs, [*self.outputs, *self.down])
+
+
+def tasks_of(step: Staged, donated: Set[Var]) -> list[Task]:
+    """Decide what each stage of a step leaves for the others; ``donated``: the donated inputs."""
+    stages, results = step.stages, {*step.results}
+    last = {v: k for k, stage in enumerate(stages) for v in stage.reads}
+    by_cores = {v for stage in stages if stage.on_cores for v in stage.reads}
+    by_device = {v for stage in stages if not stage.on_cores for v in stage.reads} | results
+    # the caller's: inputs that were not donated, and what a loop that does not run hands on
+    others = {*step.inputs} - donated | {v for stage in stages if stage.inner is not None for v in stage.makes}
+    tasks: list[Task] = []
+    sent: set[Var] = set()
+    for k, stage in enumerate(stages):
+        defined = [v for v in stage.makes if v in results or last.get(v, -1) > k]
+        inputs, defined = _side_by_side(stage.reads, defined, step.next_of)
+        over = [v for v in inputs if last[v] == k and v not in results]
+        sends = not stage.on_cores and stage.inner is None
+        down = [v for v in defined if v in by_cores and is_sent(v.aval) and not is_host_aval(v.aval)] if sends else []
+        sent.update(down)
+        outputs = [v for v in defined if v in by_device or v not in down]
+        up = [v for v in defined if v in by_device] if stage.on_cores else []
+        free = frozenset(over) - others
+        reused = _reusable(inputs, free, outputs, sent if stage.on_cores else set())
+        tasks.append(Task(stage, inputs, outputs, down, up, over, free, reused))
+    return tasks
+
+
+def _side_by_side(
+    inputs: Sequence[Var], results: Sequence[Var], next_of: Mapping[Var, Var]
+) -> tuple[list[Var], list[Var]]:
+    """Sort inputs and results so that each input stands where its next value does among the results.
+
+    jax pairs donated inputs with results in their order. Two moments would otherwise be written into each other's
+    buffers, which XLA would have to copy first.
+    """
+    next_values = {next_of[v]: v for v in results if v in next_of}
+    old = [v for v in inputs if v in next_values]
+    new = [next_values[v] for v in old]
+    rest, others = {*old}, {*new}
+    return [*old, *(v for v in inputs if v not in rest)], [*new, *(v for v in results if v not in others)]
+
+
+def _reusable(inputs: Sequence[Var], free: Set[Var], outputs: Sequence[Var], sent: Set[Var]) -> tuple[int, ...]:
+    """Return the positions of the inputs whose buffers results may take, one for each result of that type and memory.
+
+    ``sent``: values that are in host memory whatever their types say.
+    """
+
+    def kind(v: Var) -> Hashable:
+        return v.aval.shape, v.aval.dtype, is_host_aval(v.aval) or v in sent
+
+    wanted: Counter[Hashable] = Counter((v.aval.shape, v.aval.dtype, is_host_aval(v.aval)) for v in outputs)
+    found = []
+    for k, v in enumerate(inputs):
+        if v in free and wanted[kind(v)] > 0:
+            wanted[kind(v)] -= 1
+            found.append(k)
+    return tuple(found)

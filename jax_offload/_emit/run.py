@@ -221,21 +221,20 @@ def functions(
 def part(planned: PlannedPart, names: Names) -> Callable[..., list[Any]]:
     """``run(start, operands, before)``: the slice's results, for its rows of each shard from ``start`` on.
 
-    Of host leaves operands and results are these rows, as arrays of their own; of arrays on the device they are all
-    rows, in the old buffers. ``before`` is for each result what earlier parts have left, where it has no operand's
-    buffer; ``None`` in the first part. The first row is an operand, so one program serves all parts of as many rows.
+    Operands and results on the host are just these rows, as arrays of their own; those on the device are whole, in the
+    old buffers. ``before`` has what earlier parts have left of the results that overwrite no operand, and is empty in
+    the first part. The first row is an operand, so one program serves all parts with this number of rows.
     """
     s, how, n = planned.of, planned.how, planned.rows
     buffers = buffers_of(s, how, names)
     into = [v if old is None else old for v, old in zip(s.outputs, how.buffers, strict=True)]
     overwritten = [v for v in s.inputs if v in into and not is_host_aval(v.aval)]
 
-    def run(start: Any, operands: Sequence[Any], before: Sequence[Any]) -> list[Any]:
+    def run(start: Any, operands: Sequence[Any], before: dict[Var, Any]) -> list[Any]:
         wholes = dict(zip(s.inputs, operands, strict=True))
         given = {v: x if is_host_aval(v.aval) else buffers.read(v, x, start, n) for v, x in wholes.items()}
         given |= zip(overwritten, read_once([given[v] for v in overwritten]), strict=True)
-        left = {v: x for v, x in zip(s.outputs, before, strict=True) if x is not None}
-        wholes |= {v: x for v, x in fresh(s, how).items() if not is_host_aval(v.aval)} | left
+        wholes |= {v: x for v, x in fresh(s, how).items() if not is_host_aval(v.aval)} | before
         new = _of_rows(planned, [start, *(given[v] for v in s.inputs)], names)
         stored = buffers.keep(s, how, new, wholes, start)
         return [stored[v] if v in stored else wholes[v] for v in into]
