@@ -13,7 +13,7 @@ EXTRAS ?= examples
 comma := ,
 INSTALLED := .venv/.installed-$(subst $(comma),-,$(EXTRAS))
 
-.PHONY: demo docs quick unit test test-oldest test-newest lint-and-newest trainers donation lint conformance peaks bench gpu clean
+.PHONY: demo docs quick unit test test-oldest test-newest lint-and-newest trainers donation lint conformance bench gpu clean
 
 demo: $(INSTALLED) .venv/.compiler  ## a small GPT, its optimizer state offloaded; and one picture of what that does
 	.venv/bin/python examples/demo.py $(ARGS)
@@ -91,13 +91,10 @@ trainers: $(TRAINERS)/.installed  ## trainers that people use: MaxText, Tunix, F
 	$(TRAINERS)/bin/python -m pytest --trainers -rs tests/trainers
 
 donation: .venvs/$(NEWEST)/.installed  ## all ways of donating and returning: as lowered, as run, as compiled for an H200 and a TPU
-	.venvs/$(NEWEST)/bin/python -m pytest -n 2 tests/test_donation.py tests/aot/test_donation.py
+	.venvs/$(NEWEST)/bin/python -m pytest -n 2 tests/test_donation.py tests/aot/test_peaks.py -k "donation or alias"
 
-conformance: .venvs/$(NEWEST)/.installed  ## optax's own tests: plain, the usual recipe, offloaded
+conformance: .venvs/$(NEWEST)/.installed  ## optax's own tests: plain, and offloaded
 	.venvs/$(NEWEST)/bin/python -m tests.conformance.run
-
-peaks: .venvs/$(NEWEST)/.installed  ## the table of peaks in notes/results.md, compiled for an H200 and a TPU
-	.venvs/$(NEWEST)/bin/python -m tests.aot.table
 
 # ARGS="--minutes 9" on a GPU, with EXTRAS=examples,cuda (and rivals for PyTorch's); ARGS="--compiled h200" without,
 # with EXTRAS=dev,aot; else a toy

@@ -2,7 +2,7 @@
 
     python -m benchmarks.break_even docs/break_even.svg
 
-By the model of ``jo.plan``, with the figures of ``jo.chip``: nothing here is measured. Of a dense model its size drops
+By the model of ``jo.plan``, with the figures of ``jo.chip``. Of a dense model its size drops
 out: both the bytes and the operations of a step grow with the number of parameters.
 """
 
@@ -13,13 +13,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import jax_offload as jo
-from jax_offload._analysis.answer import (
-    BACKWARD,
-    FORWARD,
-    OPERATIONS,
-    compute_time,
-    link_time,
-)
+from jax_offload._analysis.answer import BACKWARD, FORWARD, OPERATIONS
+from jax_offload._analysis.timeline import compute_time, link_time
 
 # bytes that a parameter's state takes each way, at each step
 STORAGES = {"float32 moments, masters": 12.0, "float32 moments": 8.0, "bfloat16": 4.0, "int8": 2.0625}
@@ -29,12 +24,8 @@ CHIPS = ("a100", "h100", "gh200", "v5e")
 def overhead(chip: jo.types.Chip, nbytes: float, tokens: float, share: float) -> float:
     """Of a step in bfloat16, for each parameter on a device."""
     compute = compute_time(chip, OPERATIONS * tokens, "bfloat16")
-    return max(0.0, _both_ways(chip, nbytes) - share * compute) / compute
-
-
-def _both_ways(chip: jo.types.Chip, nbytes: float) -> float:
-    """Seconds of so many bytes each way."""
-    return link_time(chip, 2**30, 2**30) * nbytes / 2**30
+    link = link_time(chip, nbytes, nbytes) if share else 2 * link_time(chip, nbytes, 0)  # one way after the other
+    return max(0.0, link - share * compute) / compute
 
 
 def rows() -> Iterator[str]:
@@ -44,7 +35,7 @@ def rows() -> Iterator[str]:
         for name in CHIPS:
             chip = jo.chip(name)
             each = compute_time(chip, OPERATIONS, "bfloat16")
-            found = [-int(-_both_ways(chip, nbytes) // (share * each)) for nbytes in STORAGES.values()]
+            found = [-int(-link_time(chip, nbytes, nbytes) // (share * each)) for nbytes in STORAGES.values()]
             yield f"| {name}, {way} | " + " | ".join(f"{n:,}" for n in found) + " |"
 
 

@@ -10,7 +10,6 @@ import typing as _typing
 from importlib import import_module as _import_module
 from importlib import metadata as _metadata
 
-from jax_offload import types as types
 from jax_offload._disk.option import disk as disk
 from jax_offload._interop.checkpoint import restore as restore
 from jax_offload._interop.checkpoint import save_args as save_args
@@ -29,6 +28,7 @@ from jax_offload._state.state import to_plain as to_plain
 from jax_offload._update.update_params import update_params as update_params
 
 if _typing.TYPE_CHECKING:
+    from jax_offload import types as types
     from jax_offload._analysis.chips import chip as chip
     from jax_offload._analysis.inspection import inspect as inspect
     from jax_offload._analysis.inspection import verify as verify
@@ -76,6 +76,8 @@ __all__ = [
 
 
 def __getattr__(name: str) -> object:
+    if name == "types":
+        return _import_module(f"{__name__}.types")
     if name not in _LAZY:
         fix = ". Fix: jax.tree.map(lambda x: x.sharding, jax_offload.abstract_state(tx, params))"
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}{fix if name == 'state_shardings' else ''}")

@@ -25,7 +25,7 @@ from jax_offload._base.donation import Home, guarded
 from jax_offload._base.memory import loaded, on_host, stored, under_jit
 from jax_offload._base.on_disk import opened
 from jax_offload._base.own_primitives import collector_waits
-from jax_offload._base.shardings import Layouts, inside_shard_map
+from jax_offload._base.shardings import Layouts, inside_shard_map, types_tell
 from jax_offload._disk.disk import Disk
 from jax_offload._disk.option import check_disk, created, places_of, refused
 from jax_offload._placement.arguments import (
@@ -46,8 +46,7 @@ from jax_offload._placement.placement import (
     warn_of_nothing,
 )
 from jax_offload._placement.zero import check_not_manual, check_typed, partitions, resharded, resharded_state
-from jax_offload._plan.options import Options
-from jax_offload._plan.order import Order
+from jax_offload._plan.options import Options, Order
 from jax_offload._precision.masters import checked_update
 from jax_offload._precision.storage import adopted, rules_of, warn_of_unstored, with_storage
 from jax_offload._state.state import placed_leaves
@@ -234,9 +233,12 @@ def offload(
         on_cores = frozenset(k for k, leaf in enumerate(plan) if leaf.on_cores)
         on_disk = frozenset(k for k, leaf in enumerate(plan) if leaf.disk)
         options = Options(
-            window, order, shardings, sharded, on_cores=on_cores, on_disk=on_disk,
+            window, None if order is None else tuple(order), shardings, sharded, on_cores=on_cores, on_disk=on_disk,
             remembered=frozenset(from_memory), unknown=without_sharding(like, shardings), home=home,
         )  # fmt: skip
+        if (gathered := around().gathered) is not None:
+            gathered.append(options)
+        gathered_outside = gathered is not None and not types_tell(updates)
 
         def recipe(given: Any, state: Any, params: Any, extra_args: Any, skip: Any) -> Any:
             """The usual recipe: load everything, update, store everything. Its trace is then cut into slices."""
@@ -251,7 +253,8 @@ def offload(
                 raise
             after = place_next(policy, state, plan, new, like)
             new = resharded_state(new, after, like, shardings, state if after is plan else None)
-            updates = resharded(zero_where(skip, updates), options.replicated)
+            updates = zero_where(skip, updates)
+            updates = updates if gathered_outside else resharded(updates, options.replicated)
             return where_it_was(updates, given), stored(old_where(skip, old, new), [leaf.host for leaf in after])
 
         args = updates, state, params, extra_args, skip

@@ -14,9 +14,8 @@ import pytest
 from flax.training.train_state import TrainState
 
 import jax_offload as jo
-from jax_offload._base.on_disk import is_on_disk
 from tests.disk.faulty import Faulty
-from tests.support.trees import assert_same, copied, handles
+from tests.support.trees import assert_same, copied, handles, is_on_disk
 
 pytestmark = [
     pytest.mark.usefixtures("small_groups"),

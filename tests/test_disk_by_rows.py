@@ -8,7 +8,7 @@ import pytest
 
 import jax_offload as jo
 from jax_offload._drive import stages
-from jax_offload._plan import by_rows
+from jax_offload._plan import transfers as by_rows
 from tests.disk.faulty import Faulty
 from tests.support.trees import assert_close, assert_equal, read
 

@@ -153,24 +153,33 @@ PLACES = {
 }
 
 
+def assert_donates(step, args, donated, platforms=("cuda",), jit=jax.jit):
+    """No pair is crossed, and the results are those without donation; ``args()`` makes the arguments anew."""
+    expected, donating = jax.jit(lambda *args: step(*args))(*args()), jit(step, donate_argnums=donated)
+    for platform in platforms:
+        assert not crossed(pairs(donating, *args(), platform=platform)[0])
+    out = donating(*args())
+    jax.tree.map(np.testing.assert_array_equal, out, expected)
+    assert shardings(out) == shardings(expected)
+
+
+def begun(sharding=None):
+    return create(optimizer(1.0), sharding)
+
+
 @pytest.mark.oldest("a primitive under jax's transformations")
 @pytest.mark.parametrize("place", PLACES)
 def test_donation_wherever_update_stands(place):
-    step = PLACES[place]
-    expected = jax.jit(lambda *a: step(*a))(*create(optimizer(1.0)))
-    donating = jax.jit(step, donate_argnums=1)
-    assert not crossed(pairs(donating, *create(optimizer(1.0)))[0])
-    jax.tree.map(np.testing.assert_array_equal, donating(*create(optimizer(1.0))), expected)
+    assert_donates(PLACES[place], begun, 1)
 
 
 @pytest.mark.oldest("what jax forwards, and what is static")
 def test_donation_of_batched_updates():
-    params, state = create(optimizer(1.0))
-    params = jax.device_put(jax.tree.map(lambda p: jnp.stack([p, 2 * p]), params), DEVICE)
-    state = jax.jit(jax.vmap(optimizer(1.0).init))(params)
-    step, expected = jax.jit(jax.vmap(update), donate_argnums=1), jax.jit(jax.vmap(update))(params, state)
-    assert not crossed(pairs(step, params, state)[0])
-    jax.tree.map(np.testing.assert_array_equal, step(params, state), expected)
+    def batched():
+        params = jax.device_put(jax.tree.map(lambda p: jnp.stack([p, 2 * p]), begun()[0]), DEVICE)
+        return params, jax.jit(jax.vmap(optimizer(1.0).init))(params)
+
+    assert_donates(jax.vmap(update), batched, 1)
 
 
 # Other programs that move a state.
@@ -178,55 +187,38 @@ def test_donation_of_batched_updates():
 
 def test_donation_to_the_first_step_of_a_resident_state():
     """Migration, as docs/state.md shows it."""
-    params, state = create(optimizer(1.0))
-    expected = jax.jit(update)(params, state)
-    for platform in "cuda", "tpu":
-        aliases, donors = pairs(jax.jit(update, donate_argnums=1), params, jo.to_device(state), platform=platform)
-        assert not crossed(aliases) and "device" in donors
-    out = jax.jit(update, donate_argnums=(0, 1))(params, jo.to_device(state))
-    jax.tree.map(np.testing.assert_array_equal, out, expected)
-    assert shardings(out) == shardings(expected)
+
+    def resident():
+        params, state = begun()
+        return params, jo.to_device(state)
+
+    assert "device" in pairs(jax.jit(update, donate_argnums=1), *resident())[1]
+    for donated in 1, (0, 1):
+        assert_donates(update, resident, donated, ("cuda", "tpu"))
 
 
 @pytest.mark.parametrize("move", ["init", "to_host", "to_device", "from_plain"])
 def test_donation_to_what_moves_a_state(move):
-    tx = optimizer(1.0)
-    params, state = create(tx)
-    fun, arg = {
-        "init": (lambda p: (tx.init(p), jax.tree.map(jnp.sin, p)), params),
-        "to_host": (partial(jo.to_host, tx), jo.to_device(state)),
-        "to_device": (jo.to_device, state),
-        "from_plain": (partial(jo.from_plain, tx, params=params), jo.to_device(state)),
+    tx, params = optimizer(1.0), begun()[0]
+    fun, of = {
+        "init": (lambda p: (tx.init(p), jax.tree.map(jnp.sin, p)), lambda params, state: params),
+        "to_host": (partial(jo.to_host, tx), lambda params, state: jo.to_device(state)),
+        "to_device": (jo.to_device, lambda params, state: state),
+        "from_plain": (partial(jo.from_plain, tx, params=params), lambda params, state: jo.to_device(state)),
     }[move]
-    expected = jax.jit(lambda x: fun(x))(arg)
-    assert not crossed(pairs(jax.jit(fun, donate_argnums=0), arg)[0])
-    out = jax.jit(fun, donate_argnums=0)(arg)
-    jax.tree.map(np.testing.assert_array_equal, out, expected)
-    assert shardings(out) == shardings(expected)
+    assert_donates(fun, lambda: (of(*begun()),), 0)
 
 
 @pytest.mark.oldest("export")
 def test_donation_through_an_exported_step():
     """Inside of it all is well; whoever calls it sees nothing of ours, and jo.jit helps."""
-    args = create(optimizer(1.0))
-    expected = jax.jit(update)(*args)
-    exported = jax.export.export(jax.jit(update, donate_argnums=1))(*args)
-    jax.tree.map(np.testing.assert_array_equal, exported.call(*args), expected)
-    assert not crossed(pairs(jo.jit(exported.call, donate_argnums=1), *args, platform="cpu")[0])
-    out = jo.jit(exported.call, donate_argnums=1)(*args)
-    jax.tree.map(np.testing.assert_array_equal, out, expected)
-    assert shardings(out) == shardings(expected)
+    exported = jax.export.export(jax.jit(update, donate_argnums=1))(*begun())
+    assert_donates(exported.call, begun, 1, ("cpu",), jo.jit)
 
 
 @pytest.mark.skipif(jax.device_count() < 4, reason="needs 4 devices")
 def test_donation_inside_shard_map():
-    mesh = jax.make_mesh((4,), ("x",), axis_types=(AxisType.Auto,))
-    params, state = create(optimizer(1.0), NamedSharding(mesh, P("x")))
-    specs = P("x"), jax.tree.map(lambda s: s.spec, shardings_in(jo.abstract_state(optimizer(1.0), params)))
-    step = jax.shard_map(update, mesh=mesh, in_specs=specs, out_specs=specs)
-    expected = jax.jit(step)(params, state)
-    donating = jax.jit(step, donate_argnums=1)
-    assert not crossed(pairs(donating, params, state)[0])
-    out = donating(params, state)
-    jax.tree.map(np.testing.assert_array_equal, out, expected)
-    assert shardings(out) == shardings(expected)
+    over = NamedSharding(jax.make_mesh((4,), ("x",), axis_types=(AxisType.Auto,)), P("x"))
+    state = jo.abstract_state(optimizer(1.0), begun(over)[0])
+    specs = P("x"), jax.tree.map(lambda s: s.spec, shardings_in(state))
+    assert_donates(jax.shard_map(update, mesh=over.mesh, in_specs=specs, out_specs=specs), lambda: begun(over), 1)

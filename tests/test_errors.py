@@ -5,11 +5,11 @@ import types
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 
 import jax_offload as jo
-from jax_offload._base import memory as _memory
 
 pytestmark = pytest.mark.oldest("messages that quote jax")
 
@@ -141,12 +141,17 @@ def test_select_that_takes_one_argument():
     assert jo.placement(jo.offload(ADAM, select=lambda *given: True, min_bytes=0), params()).host_bytes
 
 
-def test_platform_without_host_memory():
-    device = types.SimpleNamespace(
-        platform="metal", addressable_memories=lambda: [types.SimpleNamespace(kind="device")]
-    )
+def test_platform_without_host_memory(monkeypatch):
+    class Metal:
+        platform = "metal"
+
+        def addressable_memories(self):
+            return [types.SimpleNamespace(kind="device")]
+
+    given = params()
+    monkeypatch.setattr(jax.sharding.Sharding, "addressable_devices", property(lambda self: {Metal()}))
     with pytest.raises(ValueError, match=r"metal.*no 'pinned_host' memory.*fraction=0"):
-        _memory.check_platform([device])
+        jo.offload(ADAM, min_bytes=0).init(given)
 
 
 @pytest.mark.parametrize("other", [optax.sgd(1.0, momentum=0.9), optax.chain(optax.clip(1.0), ADAM)])
@@ -163,15 +168,16 @@ def test_state_for_other_parameters():
 
 
 def test_host_pool_too_small_names_the_variable(monkeypatch):
-    pinned = jax.sharding.SingleDeviceSharding(jax.devices()[0], memory_kind="pinned_host")
-    leaf = jax.ShapeDtypeStruct((2**30, 20), jnp.float32, sharding=pinned)  # 80 GiB
-    name = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
-    monkeypatch.delenv(name, raising=False)
-    with pytest.raises(ValueError, match=rf"80.0 GiB.*64 GiB.*{name}"):
-        _memory.check_host_pool([leaf], "gpu")
+    """Only the GPU's pool is capped."""
+    name, given = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", jax.tree.map(np.asarray, params())
+    tx = jo.offload(ADAM, min_bytes=0)
+    monkeypatch.setenv(name, "0.000001")
+    tx.init(given)
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    with pytest.raises(ValueError, match=rf"does not fit XLA's pool.*{name}"):
+        tx.init(given)
     monkeypatch.setenv(name, "100")
-    _memory.check_host_pool([leaf], "gpu")
-    _memory.check_host_pool([leaf] * 100, "cpu")  # only the GPU's pool is capped
+    tx.init(given)
 
 
 def test_nothing_to_offload_is_said_aloud():

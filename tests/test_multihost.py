@@ -123,14 +123,14 @@ def test_processes_train_as_one(tmp_path, zero1):
 @pytest.mark.long("starts processes")
 @pytest.mark.parametrize("gradients", ["device", "host"])
 def test_processes_train_as_one_with_the_step_turned_round(tmp_path, gradients):
-    [alone] = start(tmp_path, 1, None, gradients, script="multihost_turned.py")
+    [alone] = start(tmp_path, 1, None, gradients, "fsdp", script="multihost_steps.py")
     assert len({*alone["losses"]}) == 3 and "in the scan that reads the parameters" in words(alone["placement"])
     assert (
         alone["waiting"] == {"device": 2, "pinned_host": 2}
         if gradients == "device"
         else {"device": 1, "pinned_host": 3}
     )
-    for outcome in start(tmp_path, 2, by_arguments, gradients, script="multihost_turned.py"):
+    for outcome in start(tmp_path, 2, by_arguments, gradients, "fsdp", script="multihost_steps.py"):
         assert outcome["processes"] == 2
         np.testing.assert_allclose(outcome["losses"], alone["losses"], rtol=1e-6)
         np.testing.assert_allclose(outcome["norms"], alone["norms"], rtol=1e-5)
@@ -143,9 +143,9 @@ def test_processes_train_as_one_with_the_step_turned_round(tmp_path, gradients):
 @pytest.mark.skipif(find_spec("numba") is None, reason="numba is not installed (extra cores)")
 @pytest.mark.parametrize("how", ["fsdp", "zero1"])
 def test_each_process_updates_its_own_part_on_its_cores(tmp_path, how):
-    [alone] = start(tmp_path, 1, None, "clipped", how, script="multihost_cores.py")
+    [alone] = start(tmp_path, 1, None, "clipped", how, script="multihost_steps.py")
     assert alone["off"] < 1e-5 and not alone["error"]
-    for outcome in start(tmp_path, 2, by_arguments, "clipped", how, script="multihost_cores.py"):
+    for outcome in start(tmp_path, 2, by_arguments, "clipped", how, script="multihost_steps.py"):
         np.testing.assert_allclose(outcome["losses"], alone["losses"], rtol=1e-6)
         assert outcome["off"] < 1e-5 and outcome["stayed"]
         assert outcome["kinds"] == alone["kinds"] and "pinned_host" in outcome["kinds"]
@@ -154,7 +154,7 @@ def test_each_process_updates_its_own_part_on_its_cores(tmp_path, how):
 
 @pytest.mark.long("starts processes")
 def test_an_update_that_needs_whole_leaves_is_an_error_in_several_processes(tmp_path):
-    for outcome in start(tmp_path, 2, by_arguments, "lamb", "fsdp", script="multihost_cores.py"):
+    for outcome in start(tmp_path, 2, by_arguments, "lamb", "fsdp", script="multihost_steps.py"):
         assert "takes every leaf whole, and the step runs in 2 processes. Fix: " in outcome["error"]
         assert outcome["stayed"]
 

@@ -258,13 +258,3 @@ def test_64_bits_where_it_is_traced_and_not_where_it_is_lowered(window):
         traced = jax.jit(tx.update).trace(params, tx.init(params), params)
         inside = traced.lower().as_text()
     assert traced.lower().as_text() == inside
-
-
-@pytest.mark.parametrize("through", ["update", "update_params"])
-def test_a_step_with_nothing_in_host_memory_stores_there(through):
-    """jax drops every transfer of a step if it sees none in it and none of its arguments in another memory."""
-    params = model()
-    for jitted in (jax.jit, jo.jit):
-        _, state, _ = jitted(functools.partial(step, through=through))(params, optax.adamw(1e-2).init(params), X)
-        kinds = [x.sharding.memory_kind for x in jax.tree.leaves(state)]
-        assert kinds == ["device"] + ["pinned_host"] * 6

@@ -54,18 +54,6 @@ def test_special_numbers_change_nothing_else(inner, fraction, grads):
         np.testing.assert_array_equal(np.signbit(a), np.signbit(b))
 
 
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.float32, jnp.complex64])
-def test_dtypes_of_gradients_that_wait(dtype):
-    grads = jax.device_put({f"w{i}": jnp.full(SHAPE, i + 0.5, dtype) for i in range(4)}, jax.devices()[0])
-    inner = optax.sgd(0.1, momentum=0.9)
-    tx = jo.offload(inner, fraction=0.5)
-    updates, _ = jax.jit(lambda g, s, p: tx.update(produced(g), s, p))(grads, tx.init(grads), grads)
-    expected, _ = jax.jit(inner.update)(grads, inner.init(grads), grads)
-    for ours, theirs in zip(jax.tree.leaves(updates), jax.tree.leaves(expected), strict=True):
-        assert ours.dtype == theirs.dtype
-        np.testing.assert_array_equal(np.asarray(ours), np.asarray(theirs))
-
-
 COLLECTIVES = ("all-reduce(", "all-reduce-start(", "all-gather", "collective-permute")
 CLIPPED = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
 ROWS, WHOLE = jax.sharding.PartitionSpec("data"), jax.sharding.PartitionSpec()
@@ -81,7 +69,7 @@ ROWS, WHOLE = jax.sharding.PartitionSpec("data"), jax.sharding.PartitionSpec()
     ],
 )
 def test_divided_gradients_do_not_wait_by_a_collective_each(spec, constraint, known, inner, fraction):
-    """One for the norm of all; and one for all that wait for each other, where it is known how they are divided."""
+    """The only collective is the norm's."""
     mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
     params = jax.device_put({f"w{i}": jnp.ones(SHAPE) for i in range(4)}, jax.sharding.NamedSharding(mesh, spec))
     state = jo.offload(inner, fraction=fraction).init(params)
@@ -97,17 +85,7 @@ def test_divided_gradients_do_not_wait_by_a_collective_each(spec, constraint, kn
 
     text = jax.jit(step).lower(params, state, params).compile().as_text()
     found = sum(text.count(f" {kind}") for kind in COLLECTIVES)
-    waits = known and constraint is None and fraction < 1
-    assert found == (inner is CLIPPED or waits)
-    assert ("stablehlo.slice" in jax.jit(step).lower(params, state, params).as_text()) == waits
-
-
-@pytest.mark.parametrize(("how", "expected"), [(produced, len(SPECIAL)), (lambda grads: grads, 0)])
-def test_gradients_of_leaves_that_stay_wait_where_they_are_made(how, expected, grads):
-    params = jax.tree.map(jnp.ones_like, grads)
-    tx = jo.offload(optax.adamw(1e-3), fraction=0.5)
-    text = jax.jit(lambda g, s, p: tx.update(how(g), s, p)).lower(grads, tx.init(params), params).as_text()
-    assert text.count("stablehlo.slice") == expected  # a number of each
+    assert found == (inner is CLIPPED)
 
 
 TRACED = """

@@ -11,8 +11,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_offload as jo
-from jax_offload._emit.find import emitted
-from tests.support.trees import FAST, assert_close, equations, shardings_in
+from tests.support.trees import FAST, assert_close, shardings_in
 from tests.support.words import words
 
 HOST, DEVICE = "pinned_host", "device"
@@ -402,23 +401,3 @@ def test_an_update_that_cannot_know_the_shardings_says_so():
         jax.jit(tx.update)(params, state, params)
     jo.abstract_state(tx, params)
     jax.jit(tx.update)(params, state, params)
-
-
-@pytest.mark.parametrize("around", ["nothing", "a jit", "apply_if_finite"])
-def test_update_params_gathers_no_updates(around):
-    """Whatever stands between, and whether jax has traced the update before, where it was alone."""
-    mesh = mesh_of(AxisType.Auto, (8,), ("data",))
-    params = jax.device_put({"a": jnp.ones((16, 16)), "b": jnp.ones((16, 16))}, NamedSharding(mesh, P()))
-    tx = jo.offload(optax.adamw(1e-2), min_bytes=0, shard_over="data")
-    state = tx.init(params)
-    if around == "a jit":
-        tx = optax.GradientTransformation(tx.init, jax.jit(tx.update))
-        jax.jit(tx.update).lower(params, state, params)
-    elif around != "nothing":
-        tx = optax.apply_if_finite(tx, 3)
-        state = tx.init(params)
-    traced = emitted(jax.make_jaxpr(lambda *args: jo.update_params(tx, *args))(params, state, params))
-    gathered = [eqn for eqn in equations(traced.jaxpr)
-             if eqn.primitive.name == "sharding_constraint" and eqn.params["sharding"].spec == P()]  # fmt: skip
-    # each parameter before it is divided, for the update and to be updated, and the choice that makes it in place
-    assert len(gathered) == 5 * len(params)

@@ -1,14 +1,10 @@
-"""Skipped steps: not a bit of the state changes; and dynamic loss scaling in float16 around it."""
-
-import functools
-import itertools
+"""Skipped steps: not a bit of the state changes. Loss scaling around them: tests/test_random_steps.py."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax.training.dynamic_scale import DynamicScale
 
 import jax_offload as jo
 from tests.support.trees import gradients
@@ -119,69 +115,6 @@ def test_bad_input():
             tx.update(params, state, params, skip=wrong)
         with pytest.raises(ValueError, match=f"skip: expected .* got {shown}"):
             jo.update_params(tx, params, state, params, skip=wrong)
-
-
-# Training in float16 with flax's DynamicScale.
-
-
-def loss_fn(params, x):
-    h = jnp.tanh(x.astype(jnp.float16) @ params["embed"].T.astype(jnp.float16))
-    for w in params["layers"].astype(jnp.float16):
-        h = h + jnp.tanh(h[:, :16] @ w)[:, :16].repeat(4, 1)
-    return (h.astype(jnp.float32) ** 2).mean() + (params["norm"] ** 2).mean()
-
-
-def scaled_training(tx, params, steps, through):
-    """Trains with a scale so large that the first steps overflow; says which steps were skipped, and their scales."""
-
-    @functools.partial(jax.jit, donate_argnums=(0, 1))
-    def step(params, state, scale, x):
-        scale, finite, loss, grads = scale.value_and_grad(loss_fn)(params, x)
-        if through == "skip":
-            new, after = jo.update_params(tx, grads, state, params, skip=~finite)
-        elif through == "update":
-            updates, after = tx.update(grads, state, params, skip=~finite)
-            new = optax.apply_updates(params, updates)
-        else:  # flax's own way, around it
-            updates, after = tx.update(grads, state, params)
-            new = optax.apply_updates(params, updates)
-            new = jax.tree.map(functools.partial(jnp.where, finite), new, params)
-            after = jax.tree.map(functools.partial(jnp.where, finite), after, state)
-        return new, after, scale, finite, loss
-
-    state = tx.init(params)
-    scale = jax.device_put(DynamicScale(growth_interval=3, scale=2.0**22), jax.devices()[0])
-    history = []
-    for k in range(steps):
-        x = jax.random.normal(jax.random.key(k), (8, 16)) * 4
-        before = jax.tree.map(np.asarray, (params, state))
-        params, state, scale, finite, loss = step(params, state, scale, x)
-        if not finite:
-            for a, b in zip(jax.tree.leaves((params, state)), jax.tree.leaves(before), strict=True):
-                assert np.asarray(a).tobytes() == b.tobytes()
-        history.append((bool(finite), float(scale.scale), float(loss)))
-    return params, state, history
-
-
-@pytest.mark.long("more kinds of steps")
-def test_dynamic_scale_skips_inside_and_gives_the_numbers_of_the_choice_outside():
-    tx, dtype = jo.offload(jo.with_master_params(ADAMW), min_bytes=1024), jnp.float16
-    runs = {
-        way: scaled_training(tx, jax.tree.map(jnp.copy, parameters(dtype)), 28, way)
-        for way in ("skip", "update", "outside")
-    }
-    params, state, history = runs["skip"]
-    finite, scales = [f for f, _, _ in history], [s for _, s, _ in history]
-    assert not finite[0] and any(finite) and any(b > a for a, b in itertools.pairwise(scales))
-    for k, (ok, after) in enumerate(zip(finite, scales, strict=True)):
-        before = scales[k - 1] if k else 2.0**22
-        assert after == before / 2 if not ok else after in (before, 2 * before)
-    assert int(optax.tree.get(state, "count")) == sum(finite)  # the count waits too
-    for way in "update", "outside":
-        other, _, same = runs[way]
-        assert [f for f, _, _ in same] == finite and [s for _, s, _ in same] == scales
-        for x, y in zip(jax.tree.leaves(params), jax.tree.leaves(other), strict=True):
-            np.testing.assert_allclose(np.float32(x), np.float32(y), rtol=2e-3, atol=2e-4)
 
 
 @pytest.mark.parametrize("through", ["update", "update_params"])

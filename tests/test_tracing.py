@@ -116,7 +116,7 @@ def test_a_step_of_twice_the_leaves_is_twice_the_work(loss, way):
         args = params, jo.abstract_state(tx, params), jax.ShapeDtypeStruct((64, 64), jnp.float32)
         return lines(lambda: jo.placement(way(step, donate_argnums=(0, 1)), *args))
 
-    _, once, twice = map(work, (2, 20, 40))
+    _, once, twice = map(work, (2, 12, 24))  # the first run does what is done once
     assert twice <= 2.1 * once
 
 

@@ -1,5 +1,7 @@
 """Unrolled layers: which updates stand among the passes, which follow them, and what ``placement`` says of both."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import optax
@@ -8,7 +10,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_offload as jo
-from tests.support.trees import assert_close
+from tests.support.trees import assert_close, in_scope
 from tests.support.words import words
 
 LAYERS, WIDTH = 6, 128
@@ -131,6 +133,38 @@ def test_why_an_update_is_left_in_one_piece(said):
     assert any(leaf.host for leaf in table.leaves)
     got, want = step(*args), jax.jit(step_of(inner, False))(params, inner.init(params), args[2])
     assert_close((got[0], got[2]), (want[0], want[2]), 1e-6)
+
+
+AFTER = {
+    "nothing": lambda g: g,
+    "a cast and a scale": lambda g: (g * 0.5).astype(jnp.bfloat16) / 7,
+    "a strong number": lambda g: g * jnp.float32(2),
+    "a choice": lambda g: jnp.where(jnp.isfinite(g), g, 0),
+    "a clip by value": lambda g: jnp.clip(g, -1, 1),
+    "nan_to_num": jnp.nan_to_num,
+}
+
+
+@pytest.mark.parametrize("jit", [jax.jit, jo.jit], ids=["jax", "jo"])
+@pytest.mark.parametrize("after", AFTER)
+def test_leaves_are_loaded_in_the_order_of_their_gradients(after, jit):
+    """Last layer first, whatever the names; casts and scales come in the order of the tree, and are looked through."""
+    tx, names = jo.offload(optax.sgd(0.1, momentum=0.9), **OPTIONS), ["b", "d", "a", "c"]
+    params = dict(zip(names, [p for p in parameters().values() if p.ndim > 1], strict=False))
+
+    def step(params, state, x):
+        def loss(params):
+            y = x
+            for name in names:
+                y = jnp.tanh(y @ params[name])
+            return (y**2).mean()
+
+        grads = jax.tree.map(AFTER[after], jax.grad(loss)(params))
+        return jo.update_params(tx, grads, state, params)
+
+    loads = in_scope(jit(step).trace(params, tx.init(params), batch()), "prefetch")
+    order = [re.search("[abcd]$", leaf)[0] for leaf, text in loads if "annotate_device_placement" in text]
+    assert [*dict.fromkeys(order)] == names[::-1]
 
 
 MESHES = {

@@ -179,8 +179,11 @@ def anywhere(tree):
     return jax.tree.map(lambda _: jax.sharding.NamedSharding(mesh, PartitionSpec()), tree)
 
 
-@pytest.mark.parametrize("jit", [jax.jit, jo.jit], ids=["jax", "jo"])
-@pytest.mark.parametrize("way", ["out", "init and out", "move", "init and move", "resident and out"])
+@pytest.mark.parametrize(
+    ("way", "jit"),
+    [("out", jo.jit), ("init and out", jax.jit), ("move", jax.jit), ("init and move", jo.jit),
+     ("resident and out", jax.jit)],
+)  # fmt: skip
 def test_who_brings_the_state_to_the_device_is_told_once(way, jit):
     tx, mine = jo.offload(INNER, min_bytes=0), jax.device_put(params(), anywhere(params()))
     home = shardings_in(jo.abstract_state(tx, mine))
@@ -209,10 +212,9 @@ def test_who_brings_the_state_to_the_device_is_told_once(way, jit):
     assert "6 leaves" in message and "abstract_state(tx, params)" in message and ".mu['b']" in message
 
 
-@pytest.mark.parametrize("jit", [jax.jit, jo.jit], ids=["jax", "jo"])
-def test_nobody_is_told_who_leaves_the_state_in_host_memory(jit):
+def test_nobody_is_told_who_leaves_the_state_in_host_memory():
     """A resident state that becomes an offloaded one, a state made in a jit, and steps that return a part of it."""
-    for start in "resident", "eager", "jit":
+    for start, jit in ("resident", jax.jit), ("eager", jo.jit), ("jit", jax.jit):
         tx, mine = jo.offload(INNER, min_bytes=0), params()
         state = {"resident": INNER.init, "eager": tx.init, "jit": jax.jit(tx.init)}[start](mine)
 

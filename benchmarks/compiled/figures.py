@@ -21,29 +21,29 @@ import jax.numpy as jnp
 import jax_offload as jo
 from benchmarks.harness.cases import Case
 from benchmarks.harness.machine import report
-from benchmarks.in_jax.system import loop_of, nbytes, program
-from tests.aot.cases import device_sharding
-from tests.aot.harness import H200, MIB, measure
+from benchmarks.in_jax.system import duplex, loop_of, nbytes, program
 
 
 def run(target: str, case: Case) -> dict[str, Any]:
     """Peak bytes, bytes on the link in each direction, and how much of them overlaps, by the schedule."""
-    it = program(case, device_sharding(target), jnp.bfloat16, "xla")
-    platform = "cuda" if target == H200 else "tpu"
-    options = jo.compiler_options(platform) if case.options.get("offload") else None
+    here = jax.sharding.SingleDeviceSharding(jax.devices("cpu")[0], memory_kind="device")
+    it = program(case, here, jnp.bfloat16, "xla")
     looped = loop_of(it, case)
-    turned = case.options.get("whole") == "pipelined"  # whose results are where its arguments are
-    step = looped.jitted.whole_step if "whole" in case.options else it.step
-    m = measure(target, step, looped.args, (0, 1), None if turned else it.shardings, options)
+    step = looped.jitted
+    if "whole" not in case.options and case.options.get("offload"):
+        options = jo.compiler_options("tpu" if target.startswith("v") else "cuda")
+        step = jax.jit(it.step, donate_argnums=(0, 1), out_shardings=it.shardings, compiler_options=options)
+    seen = jo.inspect(step, *looped.args, target=target)
+    moved = seen.loaded + seen.stored
     return {
         "compiled": True,
-        "device_peak_bytes": round(m.peak * MIB),
-        "host_bytes": round((m.host_arguments + m.host_temp) * MIB),
+        "device_peak_bytes": seen.peak,
+        "host_bytes": seen.host,
         "host_state_bytes": nbytes(it.state, host=True),
-        "loaded_bytes": round(m.loaded * MIB),
-        "stored_bytes": round(m.stored * MIB),
-        "duplex": m.duplex,
-        "hidden": m.hidden,
+        "loaded_bytes": seen.loaded,
+        "stored_bytes": seen.stored,
+        "duplex": duplex(seen.timeline),
+        "hidden": sum(t.nbytes * t.hidden for t in seen.transfers) / moved if moved else 0.0,
         "device": f"{target}, compiled for, not run",
         "versions": {"jax": jax.__version__},
         "notes": ["attention: xla"],

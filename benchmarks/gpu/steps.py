@@ -15,9 +15,8 @@ import jax.numpy as jnp
 import jax_offload as jo
 from benchmarks.harness.clock import clocked
 from benchmarks.in_jax.recipe import usual_recipe
-from benchmarks.in_jax.system import compiled_peak, nbytes, peak, predicted_step_seconds, profiled
+from benchmarks.in_jax.system import compiled_peak, nbytes, peak, predicted_step_seconds, profiled, traffic
 from tests.aot import model
-from tests.aot.link import traffic
 
 ALONE = True  # the allocator's peak is a process's
 TIMED = True
@@ -61,12 +60,11 @@ def initial(params: Any) -> Any:
 def prediction(compiled: Any, text: str, device: jax.Device, on_gpu: bool) -> dict[str, Any]:
     m = compiled.memory_analysis()
     fields = ("argument", "output", "alias", "temp", "host_argument", "host_output", "host_alias", "host_temp")
-    moved = traffic(text)
     return {
         **{f"{name}_bytes": getattr(m, f"{name}_size_in_bytes") for name in fields},
         "peak_bytes": compiled_peak(m),
         "step_seconds": predicted_step_seconds(text, device.device_kind),
-        **({"loaded_bytes": moved.loaded, "stored_bytes": moved.stored, "duplex": moved.duplex} if on_gpu else {}),
+        **(traffic(text) if on_gpu else {}),
     }
 
 

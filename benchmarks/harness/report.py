@@ -10,7 +10,7 @@ from benchmarks.harness.readings import Entry, model_of, overhead, rate_while_co
 GIB = 2**30
 LAYERS = {0: "unrolled", 1: "one scan"}
 COMPILED = (
-    "**Compiled, not run.** Peaks, bytes on the link, the share of them that is in flight across a matmul (hidden) "
+    "**Compiled, not run.** Peaks, bytes on the link, the share of them for which nothing waits (hidden) "
     "and the share that moves while the other direction does (both ways): all from the compiled program. No time was "
     "measured."
 )

@@ -32,8 +32,7 @@ from benchmarks.in_jax import gpt
 from benchmarks.in_jax.recipe import usual_recipe
 from examples import _data
 from jax_offload._analysis.chips import known_chips
-from jax_offload._analysis.timeline import timeline
-from tests.aot.link import traffic
+from jax_offload._analysis.timeline import LOAD, STORE, timeline
 
 
 def optimizer(case: Case) -> optax.GradientTransformation:
@@ -197,14 +196,13 @@ def run(case: Case) -> dict[str, Any]:
         jax.block_until_ready([one_step(i) for i in range(2)])
 
     text = compiled.as_text()
-    moved = traffic(text)
     return {
         "step_seconds": seconds,
         "losses": losses,
         "device_peak_bytes": peak_bytes,
         "device_peak_bytes_after_init": after_init,
         "device_limit_bytes": (device.memory_stats() or {}).get("bytes_limit"),
-        **({"loaded_bytes": moved.loaded, "stored_bytes": moved.stored} if on_gpu else {}),
+        **(traffic(text) if on_gpu else {}),
         **(profiled(two_more_steps, 2) if on_gpu else {}),
         "compiled_peak_bytes": compiled_peak(compiled.memory_analysis()),
         "predicted_step_seconds": predicted_step_seconds(text, device.device_kind),
@@ -234,6 +232,20 @@ def predicted_step_seconds(text: str, device_kind: str) -> float | None:
     """The step's time by the scheduled program, for a chip with known figures: a GH200 is no H200."""
     chip = next((chip for chip in known_chips() if re.search(rf"\b{chip}\b", device_kind.lower())), None)
     return timeline(text, chip).step if chip else None
+
+
+def traffic(text: str) -> dict[str, Any]:
+    """Bytes each way in one run of a scheduled program, and how full the link is."""
+    played = timeline(text, "h200")
+    return {"loaded_bytes": played.loaded, "stored_bytes": played.stored, "duplex": duplex(played)}
+
+
+def duplex(played: jo.types.Timeline) -> float:
+    """The share of the copies' time in which the other direction of the link is busy too."""
+    loads, stores = ([(s.begin, s.end) for s in played.segments if s.lane == lane] for lane in (LOAD, STORE))
+    both = sum(max(0.0, min(a[1], b[1]) - max(a[0], b[0])) for a in loads for b in stores)
+    busy = sum(end - begin for begin, end in loads + stores)
+    return 2 * both / busy if busy else 0.0
 
 
 def peak(device: jax.Device) -> int | None:

@@ -1,63 +1,38 @@
 """The answer of ``plan``: rows, whether they fit, what they cost by the one model of time, and the verdict.
 
-The model, a roofline: the arithmetic of a step takes its operations at the speed that large matmuls reach on the chip.
-The link takes the time of both directions at once, then of the rest of the larger one alone. The backward pass, two
-thirds of the arithmetic, hides what streams under ``jo.jit``; the forward pass, a third, under ``jo.pipelined``.
-Nothing hides an update that waits for a norm of all gradients, or one on the host's cores. The rest is added to the
-step. Latency, launches and contention for device memory are left out. Where there is a step to compile, ``timeline``
-plays its schedule instead, with the same speeds.
+The model of time is that of ``timeline``, a roofline without a schedule: a step's arithmetic takes its operations at
+the speed that large matmuls reach on the chip, and copies take what the link reaches. The backward pass, two thirds of
+the arithmetic, hides what streams under ``jo.jit``; the forward pass, a third, under ``jo.pipelined``. Meanwhile both
+ways of the link are busy at once. Nothing hides an update that waits for a norm of all gradients; there one way follows
+the other, as was measured. Nothing hides an update on the host's cores either. What is not hidden is added to the step.
+Where there is a step to compile, ``timeline`` plays its schedule instead.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import html
 import math
 import os
 import textwrap
 from functools import cached_property
 from typing import Any
 
-import jax
-
 from jax_offload._analysis.chips import Chip
-from jax_offload._analysis.sizes import Sizes
-from jax_offload._analysis.units import in_bytes, in_seconds
+from jax_offload._analysis.timeline import link_time
 from jax_offload._base.memory import POOL_VARIABLE, pool_limit
-from jax_offload._base.text import aligned, html_table, terminal_width
+from jax_offload._base.text import aligned, in_bytes, in_seconds, preformatted, terminal_width
 
 HEADER = ("", "params", "grads", "state", "window", "activations", "sum", "fits", "host", "adds")
 
 BACKWARD, FORWARD = 2 / 3, 1 / 3
 OPERATIONS = 6  # of the forward and the backward pass, for each parameter of a matrix and each token
-_ROUNDED = (None, "default", "fastest", "bfloat16")  # precisions at which a TPU rounds what its matmuls read
-
-
-def link_time(chip: Chip, loaded: int, stored: int) -> float:
-    """Return the seconds of copies both ways at once, then of the rest of one way."""
-    together, rest = min(loaded, stored), abs(loaded - stored)
-    return 2 * together / chip.host_link_both + rest / chip.host_link
-
-
-def compute_time(chip: Chip, operations: float, dtype: str) -> float:
-    """Return the seconds of matmuls in ``dtype``; a TPU rounds to bfloat16 unless jax is told not to."""
-    rounds = chip.platform == "tpu" and jax.config.jax_default_matmul_precision in _ROUNDED  # pyright: ignore
-    fast = rounds or dtype in ("bfloat16", "float16")
-    return operations / (chip.reached.bf16 if fast else chip.reached.f32)
-
-
 HEADROOM = 0.05  # of jax's share of a device's memory; twice that of a host's memory
 FRACTION, OTHER_NAME, BY_DEFAULT = "XLA_PYTHON_CLIENT_MEM_FRACTION", "XLA_CLIENT_MEM_FRACTION", 0.75
 MOST = 0.95  # of a GPU's memory that jax can be told to take
 POOL_HEADROOM = 64 / 46.8  # XLA's pool was at 46.8 of 64 GB when an allocation failed: it fragments
 ON_A_HOST = 8  # devices that share a host, at most
 ASK = "give activations, or layers, width and tokens"
-WORDS = {
-    "fraction": "offloading a part of the state",
-    "cores": "updating on the host's cores",
-    "disk": "a state on disk",
-}
-CHEAPEST = ("resident", "fraction", "offload", "as given", "pipelined", "cores", "disk")
+WORDS = {"fraction": "offloading a part", "cores": "updating on the host's cores", "disk": "a state on disk"}
 
 
 def on_gpus(chip: Chip | None) -> bool:
@@ -70,15 +45,14 @@ def jax_takes(chip: Chip | None) -> tuple[float, str]:
         return 1.0, "jax takes all of a TPU's memory"
     if os.environ.get("XLA_PYTHON_CLIENT_ALLOCATOR", "default").lower() == "platform":
         return 1.0, "XLA_PYTHON_CLIENT_ALLOCATOR=platform takes what there is"
-    name = FRACTION if os.environ.get(FRACTION) else OTHER_NAME
-    text = os.environ.get(name) or ""
+    name = next((name for name in (FRACTION, OTHER_NAME) if os.environ.get(name)), "")
     try:
-        share = float(text) if text else BY_DEFAULT
+        share = float(os.environ.get(name, BY_DEFAULT))
     except ValueError:
         share = math.nan
     if not share > 0:
-        raise ValueError(f"{name}: expected a share such as 0.9 in the environment; got {text!r}.")
-    return share, f"jax takes {share:.0%} ({name if text else f'by default; {FRACTION} sets another share'})"
+        raise ValueError(f"{name}: expected a share such as 0.9 in the environment; got {os.environ[name]!r}.")
+    return share, f"jax takes {share:.0%} ({name or f'by default; {FRACTION} sets another share'})"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,6 +74,8 @@ class Row:
       loaded: bytes from the host in one step; ``None`` if a norm reads leaves of the state first, because a step then
         loads them once or twice.
       stored: bytes to the host in one step.
+      on_cores: bytes of the state that the host's cores update, for one device.
+      waits: whether the update waits for a number made of all gradients, such as their norm.
       activations: bytes of activations, by the formula or as given; in a compiled row, the remainder of the peak.
       same_numbers: whether the step computes the same numbers as the given optimizer.
       compiled: the chip for which the row was compiled; empty if it was not.
@@ -128,6 +104,8 @@ class Row:
     disk: int
     loaded: int | None
     stored: int
+    on_cores: int
+    waits: bool
     activations: int | None = None
     same_numbers: bool = True
     compiled: str = ""
@@ -183,11 +161,10 @@ class Plan:
       tokens_per_step: the tokens in a step, over all devices; ``None`` if not known.
       devices: the number of devices that hold the parameters.
       activations: bytes on one device; ``None`` if not known.
-      dtype: the dtype of the largest parameter.
-      multiplied: the number of parameters in matrices, over all devices.
+      speed: operations per second that matmuls in the parameters' dtype reach; ``None`` without a chip.
+      compute: seconds of a step's arithmetic; ``None`` without a chip or tokens.
       device_memory: bytes of one device; ``None`` if not known.
       host_memory: bytes of a host's memory for each of its devices; ``None`` if not known.
-      replicated: whether devices hold the same parameters.
       options: the rows, each a ``Row``.
       said: the assumptions about the model; ``assumptions`` has all.
 
@@ -202,11 +179,10 @@ class Plan:
     tokens_per_step: int | None
     devices: int
     activations: int | None
-    dtype: str
-    multiplied: int
+    speed: float | None
+    compute: float | None
     device_memory: int | None
     host_memory: int | None
-    replicated: bool
     options: tuple[Row, ...] = ()
     said: tuple[str, ...] = ()
 
@@ -217,17 +193,9 @@ class Plan:
             None if self.device_memory is None else int(self.device_memory * jax_takes(self.chip)[0] * (1 - HEADROOM))
         )
 
-    @property
-    def compute(self) -> float | None:
-        """Seconds of a step's arithmetic; ``None`` without a chip or tokens."""
-        if self.chip is None or self.tokens_per_step is None:
-            return None
-        operations = OPERATIONS * self.multiplied * self.tokens_per_step / self.devices
-        return compute_time(self.chip, operations, self.dtype)
-
-    def judged(self, row: Row, sizes: Sizes, run: str) -> Row:
+    def judged(self, row: Row) -> Row:
         """Complete a row with the time that its transfers add, by the model of time, and with whether it fits."""
-        row = row if row.added is not None else self._timed(row, sizes, run)
+        row = row if row.added is not None else self._timed(row)
         if row.overhead is None and row.added is not None and self.compute:
             row = dataclasses.replace(row, overhead=row.added / self.compute)
         if row.fits is False or self.usable is None:  # or the compiler says so
@@ -239,18 +207,22 @@ class Plan:
             return dataclasses.replace(row, fits=False, why=why)
         return dataclasses.replace(row, fits=None if row.missing else True, why=_condition(row, room))
 
-    def _timed(self, row: Row, sizes: Sizes, run: str) -> Row:
+    def _timed(self, row: Row) -> Row:
         if not row.disk and not row.stored:
             return dataclasses.replace(row, added=0.0, link=None if self.chip is None else 0.0)
         if self.chip is None or row.disk or row.loaded is None:
             return row
+        pipelined = "jo.pipelined" in row.code
+        if row.waits and not row.on_cores and not pipelined:  # one way follows the other
+            moved = link_time(self.chip, row.loaded, 0) + link_time(self.chip, 0, row.stored)
+            return dataclasses.replace(row, link=moved, added=moved)
         moved = link_time(self.chip, row.loaded, row.stored)
-        if sizes.on_cores:
+        if row.on_cores:
             # They read and write the state once, and what goes up and comes down, as the link does as well.
-            crossed, speed = 2 * (sizes.on_cores + row.loaded + row.stored), self.chip.dram_bandwidth
+            crossed, speed = 2 * (row.on_cores + row.loaded + row.stored), self.chip.dram_bandwidth
             return dataclasses.replace(row, link=moved, added=None if speed is None else max(moved, crossed / speed))
-        hides = FORWARD if run == "jo.pipelined" else 0.0 if sizes.waits else BACKWARD
-        return dataclasses.replace(row, link=moved, added=max(0.0, moved - hides * (self.compute or 0.0)))
+        hidden = (FORWARD if pipelined else BACKWARD) * (self.compute or 0.0)
+        return dataclasses.replace(row, link=moved, added=max(0.0, moved - hidden))
 
     def _over_on_the_host(self, row: Row) -> int:
         """Return the bytes by which a row exceeds the host's memory less its headroom, or 0."""
@@ -289,7 +261,7 @@ class Plan:
     def to_dict(self) -> dict[str, Any]:
         """Return everything as JSON types, in bytes and seconds."""
         found: dict[str, Any] = dataclasses.asdict(self) | {"recommended": self.recommended and self.recommended.name}
-        found |= {name: getattr(self, name) for name in ("verdict", "code", "usable", "compute", "assumptions")}
+        found |= {name: getattr(self, name) for name in ("verdict", "code", "usable", "assumptions")}
         for row, given in zip(found["options"], self.options, strict=True):
             row |= {"peak": given.peak, "missing": list(given.missing)}
         return found
@@ -312,19 +284,10 @@ class Plan:
             lines += ["", *(f"{chip.name}.{key}: {source}" for key, source in chip.sources.items())] if chip else []
         return "\n".join(lines)
 
-    def __str__(self) -> str:
+    def __repr__(self) -> str:
         return self.describe()
 
-    def __repr__(self) -> str:
-        best = "nothing" if self.recommended is None else self.recommended.name
-        return f"Plan({len(self.options)} rows, {best} recommended)"
-
-    def _repr_html_(self) -> str:
-        code = f"<pre>{html.escape(self.code)}</pre>" if self.code else ""
-        said = "".join(f"<li>{html.escape(each)}</li>" for each in self.assumptions)
-        rows = [row._cells() for row in self.options]
-        table = html_table(HEADER, [("GiB on one device", rows)], range(1, len(HEADER)))
-        return f"<p>{html.escape(self.verdict)}</p>{code}{table}<ul>{said}</ul>"
+    _repr_html_ = preformatted
 
     @cached_property
     def _answer(self) -> tuple[str, str, Row | None]:
@@ -367,8 +330,7 @@ class Plan:
             over = in_bytes(self._over_on_the_host(least))
             first = f"Nothing fits: {least.name} needs {over} more of the host's memory for each device."
             return f"{first} Take a host with more, a state on disk (disk=True), or more devices.", "", None
-        over = "the" if self.replicated else "more"
-        second = f"Divide the parameters over {over} devices (FSDP), or take larger ones."
+        second = "Divide the parameters over the devices (FSDP), or take more or larger ones."
         if (takes := least.activations or 0) > least.peak / 2:
             second = f"Activations take {in_bytes(takes)}: take fewer tokens a step, or more devices."
         return f"{first} {second}", "", None
@@ -401,17 +363,20 @@ class Plan:
         chip = self.chip
         if chip is None:
             return "time: not known without a chip"
-        how = "simulated from the compiled schedule" if compiled else "a model"
-        one, both = chip.host_link / 1e9, chip.host_link_both / 2e9
-        said = f"time: {how}, not measured: {chip.name}'s link {one:g} GB/s one way, {both:g} each way at once"
+        how = "simulated from the compiled schedule, not measured" if compiled else "a model, not measured"
+        one, both, source = chip.host_link / 1e9, chip.host_link_both / 2e9, chip.sources.get("host_link_both", "")
+        known = next((f", {word}" for word in ("measured", "assumed") if source.startswith(word)), "")
+        said = f"time: {how}: {chip.name}'s link {one:g} GB/s one way, {both:g} each way at once{known}"
         if compiled:
             return said
-        if not self.compute:
+        if not self.compute or not self.speed:
             return f"{said}; without tokens nothing is hidden"
+        hides = "backward pass (2/3) hides copies"
+        if any(row.waits for row in self.options):
+            hides = "forward pass (1/3) hides jo.pipelined's copies; nothing hides jo.jit's, one way after the other"
         return (
             f"{said}; {self.tokens_per_step:,} tokens × {OPERATIONS} operations for each parameter of a matrix, at "
-            f"{1e-12 / compute_time(chip, 1.0, self.dtype):.4g} TFLOP/s, take {in_seconds(self.compute)}, of which the "
-            "backward pass (2/3) hides jo.jit's copies, the forward pass jo.pipelined's"
+            f"{self.speed / 1e12:.4g} TFLOP/s, take {in_seconds(self.compute)}; the {hides}"
         )
 
 
@@ -424,9 +389,8 @@ def _condition(row: Row, room: int) -> str:
 def _by_cost(row: Row) -> tuple[Any, ...]:
     """Sort rows that fit first, then those that may; among these rows with the same numbers, and the cheapest."""
     fits = {True: 0, None: 1, False: 2}[row.fits]
-    kind = next((k for k, name in enumerate(CHEAPEST) if row.name.startswith(name)), len(CHEAPEST))
     added = math.inf if row.added is None else round(row.added, 6)
-    return fits, not row.same_numbers, added, kind, (row.loaded or 0) + row.stored, row.disk
+    return fits, not row.same_numbers, added, row.disk, row.on_cores, (row.loaded or 0) + row.stored
 
 
 def _gib(nbytes: int | None) -> str:

@@ -26,6 +26,7 @@ _TPU_KINDS = {"v5 lite": "v5e", "v5": "v5p", "v6 lite": "v6e"}  # as jax has the
 _SAME_CARD = re.compile(r"sxm\d*|hbm\w*|80gb|141gb|480gb")
 _NEEDED = ("hbm_bytes", "flops", "hbm_bandwidth", "host_link", "dram_bytes")
 
+BOTH_WAYS = 1.49  # speed of both ways of a link at once, in times of one way alone: as measured on an H100
 PIECE, PIECES = 2**26, 16  # copies of 64 MiB are far beyond the size at which their latency is felt
 ON_CPU = 2**20
 ARRAY = 2**29  # bytes of each of two arrays in host memory: far beyond what caches hold
@@ -64,15 +65,15 @@ class Chip:
       dram_bytes: bytes of the host's memory for each of its accelerators.
       reached: the speeds that programs reach, below ``flops``, ``hbm_bandwidth`` and ``interconnect``.
       dram_bandwidth: bytes per second of the host's memory for each of its accelerators; ``None`` if unknown.
-      sources: for each figure, where it is published, or why it is assumed.
+      sources: for each figure, where it is published, how it was measured, or why it is assumed.
 
     Example:
       >>> import jax_offload as jo
       >>> h100 = jo.chip("h100")
       >>> round(h100.hbm_bytes / 2**30), h100.host_link / 1e9
-      (80, 55.0)
-      >>> h100.sources["host_link_both"]
-      'assumed: 92 % of twice one way'
+      (80, 53.0)
+      >>> jo.chip("a100").sources["host_link_both"]
+      'assumed: 1.49 times one way, as measured on an h100'
     """
 
     name: str
@@ -246,7 +247,7 @@ def _parsed(name: str, table: Mapping[str, Any], where: str) -> Chip:
         flops=flops,
         hbm_bandwidth=float(table["hbm_bandwidth"]),
         host_link=one_way,
-        host_link_both=float(table.get("host_link_both", 2 * one_way)),
+        host_link_both=float(table.get("host_link_both", BOTH_WAYS * one_way)),
         interconnect=interconnect,
         dram_bytes=int(table["dram_bytes"]),
         dram_bandwidth=None if table.get("dram_bandwidth") is None else float(table["dram_bandwidth"]),

@@ -14,9 +14,8 @@ import optax
 
 import jax_offload
 from jax_offload._analysis.chips import chip, host_memory
-from jax_offload._analysis.units import in_bytes
 from jax_offload._base.memory import HOST_KIND, POOL_VARIABLE, pool_limit
-from jax_offload._base.text import aligned
+from jax_offload._base.text import aligned, in_bytes
 from jax_offload._interop.jit import jit
 from jax_offload._offload import offload
 from jax_offload._update.update_params import update_params

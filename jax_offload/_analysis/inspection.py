@@ -16,8 +16,7 @@ from jax_offload._analysis.chips import chip as chip_of
 from jax_offload._analysis.compiled import SAYS, Compiled, compiled
 from jax_offload._analysis.hlo import started, trips
 from jax_offload._analysis.timeline import COMPUTE, LOAD, STORE, UNKNOWN, Program, Segment, Timeline, leaf_of
-from jax_offload._analysis.units import in_seconds
-from jax_offload._base.text import aligned, html_table
+from jax_offload._base.text import aligned, in_seconds, preformatted
 
 _MIB = 2**20
 _LARGE = 64 * _MIB  # below it, loading all of a state at once costs nothing
@@ -330,7 +329,7 @@ class Inspection:
             "timeline": self.timeline and self.timeline.to_dict(),
         }
 
-    def _tables(self) -> list[tuple[str, list[tuple[str, ...]]]]:
+    def __str__(self) -> str:
         how = "compiled, not run" if self.compiled_for else "compiled"
         parts = [(f"peak of device memory ({how})", _mib(self.peak))]
         parts += [
@@ -343,11 +342,11 @@ class Inspection:
         parts += [host or ("pinned host memory", _mib(self.host))]
         parts += [("  temporaries", _mib(self.host_temp))] if self.host_temp else []
         which = f", program {self.program!r}" if self.program else ""
-        found: list[tuple[str, list[tuple[str, ...]]]] = [(f"device: {self.target}{which}", [("", "MiB"), *parts])]
+        found: list[tuple[str, Sequence[tuple[str, ...]]]] = [(f"device: {self.target}{which}", [("", "MiB"), *parts])]
         if t := self.timeline:
             times = [("step", t.step), ("  compute", t.compute), ("  waits for transfers", t.exposed)]
             times += [("  waits for collectives", t.exposed_collectives)] if t.collectives else []
-            rows = [(name, in_seconds(seconds)) for name, seconds in [*times, ("link, busier way alone", t.link)]]
+            rows = [(name, in_seconds(seconds)) for name, seconds in [*times, ("link alone, both ways", t.link)]]
             found.append((f"simulated on {t.chip}, not measured", [("", "time"), *rows]))
         if self.transfers:
             by_bytes = sorted(self.transfers, key=lambda t: (-t.nbytes, t.leaf, not t.loads))
@@ -363,18 +362,12 @@ class Inspection:
         rows = [("error" if p.error else "warning", f"{p.leaf}: {p.what}" if p.leaf else p.what) for p in self.problems]
         rows = rows or [("none", "")]
         rows += [("not seen", self.unseen)] if self.unseen else []
-        found.append(("problems", [("", ""), *rows]))
-        return found
-
-    def __str__(self) -> str:
+        found.append(("problems", rows))
         return "\n\n".join(
-            "\n".join([title, *(f"  {line}" for line in aligned(rows if any(rows[0]) else rows[1:], _numeric(rows)))])
-            for title, rows in self._tables()
+            "\n".join([title, *(f"  {line}" for line in aligned(rows, _numeric(rows)))]) for title, rows in found
         )
 
-    def _repr_html_(self) -> str:
-        return "".join(html_table(head, [(title, rows)], _numeric([head, *rows]))
-                       for title, (head, *rows) in self._tables())  # fmt: skip
+    _repr_html_ = preformatted
 
 
 def _mib(nbytes: float) -> str:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import inspect as signatures
+import itertools
 import math
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -12,31 +14,43 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 from jax.tree_util import tree_map_with_path
 
-from jax_offload._analysis.answer import ON_A_HOST, Plan, Row
+from jax_offload._analysis.answer import ON_A_HOST, OPERATIONS, Plan, Row
 from jax_offload._analysis.chips import Chip
 from jax_offload._analysis.chips import chip as chip_of
 from jax_offload._analysis.inspection import inspect
-from jax_offload._analysis.sizes import model_of, own_bytes, replicated_axes, sizes_of, smallest_share
 from jax_offload._analysis.targets import target_of
-from jax_offload._analysis.units import bytes_of, count_of, in_bytes
-from jax_offload._base.around import shardings_of
+from jax_offload._analysis.timeline import compute_time
+from jax_offload._analysis.units import bytes_of, count_of
+from jax_offload._base.around import described, shardings_of
 from jax_offload._base.arrays import Offloaded, nbytes
+from jax_offload._base.jaxprs import Var
 from jax_offload._base.paths import key_of
-from jax_offload._base.shardings import sharding_of
+from jax_offload._base.shardings import names_in, sharding_of, shards_of
+from jax_offload._base.text import in_bytes
 from jax_offload._disk.option import disk as disk_option
+from jax_offload._emit.find import updates_in
+from jax_offload._emit.region import Moved, Update
 from jax_offload._interop.jit import jit
 from jax_offload._interop.pipelined import pipelined
+from jax_offload._ir.propagate import NEEDS
 from jax_offload._offload import offload
 from jax_offload._placement.arguments import check_inner, check_params
 from jax_offload._placement.placement import unmanaged
+from jax_offload._plan.plan import Planned
 from jax_offload._report.callables import replaced, unwrapped
-from jax_offload._state.state import placed_leaves
+from jax_offload._report.report import trace_of
+from jax_offload._state.state import abstract_state, placed_leaves
+from jax_offload._update.update_params import update_params
 
 RECOMPUTED = 17  # elements that the one layer under recomputation holds, for each token and column of its width
 GATHERED = 3  # layers that are whole on a device where parameters are divided: in use, prefetched, and a gradient
 TRIES = 3  # of a fraction
+FLOATING = ("bfloat16", "float16", "float32", "float64")
+AXIS = "data"  # of the mesh of a model that only a number describes
+PER_WIDTH = 128  # such a model has this many columns of width per layer, and its width is a multiple of this
 
 _RUN: dict[str, Callable[..., Any]] = {"jax.jit": jax.jit, "jo.jit": jit, "jo.pipelined": pipelined}
 _OPTIMIZERS = optax.GradientTransformation | optax.MultiSteps
@@ -114,11 +128,11 @@ def plan(
         chip = target_of(target).chip
     known, said, made = None if chip is None else chip_of(chip), list[str](), None
     if callable(tx) and isinstance(params, _OPTIMIZERS):
-        made = Steps(tx, args, target)
-        tx, params = params, made.parameters(_inner_of(params)[0])
+        made, tx = Steps(tx, args, target), _transformation(params)
+        params = made.parameters(_inner_of(tx)[0])
         said += [] if made.target else [f"nothing is compiled: {made.advice}"]
     else:
-        _check_sizes(tx, args, target)
+        _check_sizes(tx := _transformation(tx), args, target)
     tokens, layers, width = (
         None if value is None else count_of(name, value)
         for name, value in (("tokens_per_step", tokens_per_step), ("layers", layers), ("width", width))
@@ -139,6 +153,8 @@ def plan(
         said.append(f"activations: {in_bytes(activations)} on each device, as given")
     elif layers is not None and width is not None and tokens is not None:
         activations = _activations(leaves, dtype, count, layers, width, tokens, said)
+    multiplied = sum(math.prod(np.shape(x)) for x in leaves if np.ndim(x) >= 2)
+    speed = known and 1 / compute_time(known, 1.0, dtype)
     limit = known.hbm_bytes if known and device_memory is None else device_memory
     host = known and known.dram_bytes
     if host_memory is not None:
@@ -148,15 +164,15 @@ def plan(
         tokens_per_step=tokens,
         devices=count,
         activations=activations,
-        dtype=dtype,
-        multiplied=sum(math.prod(np.shape(x)) for x in leaves if np.ndim(x) >= 2),
+        speed=speed,
+        compute=tokens and speed and OPERATIONS * multiplied * tokens / count / speed,
         device_memory=None if limit is None else bytes_of("device_memory", limit),
         host_memory=host,
-        replicated=bool(replicated_axes(params)),
     )
     inner, given = _inner_of(tx)
     rows = _Rows(inner, params, setting, made)
-    if not isinstance(tx, Offloaded) and _offloads_inside(inner, params):
+    around = None if isinstance(tx, Offloaded) else placed_leaves(inner, params)[0]
+    if around is not None and any(leaf.why != (own := unmanaged(aval).why) and own for leaf, aval, _ in around):
         found = [rows.judged("as given", tx, "tx unchanged", "jo.jit")]
         rows.notes.append("an offload inside of a chain: for other rows give jo.offload(the whole chain)")
     else:
@@ -183,7 +199,7 @@ def _check_sizes(tx: Any, args: Sequence[Any], target: str | None) -> None:
             f"target: compiles a step, plan(make, tx, target={target!r}), and an optimizer alone is none. Give "
             f"chip={target!r} instead."
         )
-    check_inner(tx if not isinstance(tx, optax.MultiSteps) else tx.gradient_transformation(), "tx")
+    check_inner(tx, "tx")
 
 
 def _activations(
@@ -212,26 +228,22 @@ class _Rows:
 
     def __init__(self, inner: Any, params: Any, setting: Plan, made: Steps | None) -> None:
         self.inner, self.params, self.setting, self.made = inner, params, setting, made
-        self.notes, self.waits = list[str](), False
+        self.notes = list[str]()
 
     def judged(self, name: str, tx: Any, code: str, run: str, same: bool = True) -> Row:
         """Return the row of an optimizer in a step of ``run``, compiled if there is a target."""
-        sizes, parameters = sizes_of(tx, self.params, run), sum(map(own_bytes, jax.tree.leaves(self.params)))
+        parameters = sum(map(own_bytes, jax.tree.leaves(self.params)))
         code = f"{code}; step = {run}(step, donate_argnums=(0, 1))"
-        row = Row(name, code, parameters, parameters, **sizes.nbytes,
+        row = Row(name, code, parameters, parameters, **sizes_of(tx, self.params, run),
                   activations=self.setting.activations, same_numbers=same)  # fmt: skip
-        self.waits |= sizes.waits
-        return self.setting.judged(row if self.made is None else self.made.compiled(row, tx, run), sizes, run)
+        return self.setting.judged(row if self.made is None else self.made.compiled(row, tx, run))
 
-    def row(self, name: str, options: Mapping[str, Any], run: str = "jo.jit") -> Row:
+    def row(self, name: str, options: Mapping[str, Any], run: str = "jo.jit") -> list[Row]:
+        """Return the row of an ``offload`` with these options; or none, with a note, if your step cannot run so."""
         text = "".join(f", {key}={'jo.' if key == 'disk' else ''}{value!r}" for key, value in options.items())
-        tx = offload(self.inner, **options)
-        return self.judged(name, tx, f"tx = jo.offload(inner{text})", run, same="storage" not in options)
-
-    def tried(self, name: str, options: Mapping[str, Any], run: str = "jo.jit") -> list[Row]:
-        """Return a row; or none, with a note, if your step cannot run that way."""
+        code, same = f"tx = jo.offload(inner{text})", "storage" not in options
         try:
-            return [self.row(name, options, run)]
+            return [self.judged(name, offload(self.inner, **options), code, run, same)]
         except (TypeError, ValueError) as error:
             if self.made is None:
                 raise
@@ -246,20 +258,20 @@ class _Rows:
         zero = " ZeRO-1" if over else ""
         rows = [self.judged("resident", self.inner, "tx = inner", "jax.jit")]
         if over and not given.keys() & {"disk", "storage"}:
-            rows.append(self.row(f"resident{zero}", {"shard_over": over, "fraction": 0.0}, "jax.jit"))
-        rows.append(self.row("as given" if given else "offload", given))
+            rows += self.row(f"resident{zero}", {"shard_over": over, "fraction": 0.0}, "jax.jit")
+        rows += self.row("as given" if given else "offload", given)
         if base is not given:
-            rows.append(self.row(f"offload{zero}", base))
+            rows += self.row(f"offload{zero}", base)
         on_device = {key: value for key, value in base.items() if key not in ("disk", "update_on")}
-        run = "jo.pipelined" if self.waits and "disk" not in given else "jo.jit"
+        run = "jo.pipelined" if any(row.waits for row in rows) and "disk" not in given else "jo.jit"
         if run == "jo.pipelined":
-            rows += self.tried(f"pipelined{zero if base is not given else ''}", on_device, run)
+            rows += self.row(f"pipelined{zero if base is not given else ''}", on_device, run)
         if not any(row.fits for row in rows if row.name.startswith("resident")) and "fraction" not in given:
             rows += self._smallest_fraction(rows[-1], on_device, run)
         if self.setting.devices <= ON_A_HOST and not given.keys() & {"update_on", "disk", "shard_over"}:
-            rows += self.tried("cores", {**given, "update_on": "host"})
+            rows += self.row("cores", {**given, "update_on": "host"})
         if disk and "disk" not in given:
-            rows.append(self.row("disk", {**on_device, "disk": disk_option("/nvme/run")}))
+            rows += self.row("disk", {**on_device, "disk": disk_option("/nvme/run")})
         return rows
 
     def _smallest_fraction(self, whole: Row, options: Mapping[str, Any], run: str) -> list[Row]:
@@ -268,10 +280,15 @@ class _Rows:
         if usable is None or whole.missing or whole.peak > usable:
             return []
         leaves = [leaf for leaf, _, _ in placed_leaves(offload(self.inner, **options), self.params)[0]]
+        moving = sorted((leaf for leaf in leaves if leaf.host or leaf.disk), key=lambda leaf: leaf.rank)
         room, lowest = usable - (whole.peak - whole.state - (whole.window or 0)), 0.0
-        for _ in range(TRIES):
-            share = math.ceil(100 * max(smallest_share(leaves, room), lowest)) / 100
-            row = self.tried("fraction", {**options, "fraction": share}, run) if 0 < share < 1 else []
+        every = sum(leaf.shard_bytes for leaf in leaves)
+        for _ in range(TRIES):  # so many leaves have to move; then the window takes room too
+            moved = itertools.accumulate((leaf.shard_bytes for leaf in moving), initial=0)
+            count = next((k for k, nbytes in enumerate(moved) if every - nbytes <= room), len(moving))
+            share = sum(leaf.nbytes for leaf in moving[:count]) / max(1, sum(leaf.nbytes for leaf in moving))
+            share = math.ceil(100 * max(share, lowest)) / 100
+            row = self.row("fraction", {**options, "fraction": share}, run) if 0 < share < 1 else []
             if not row or row[0].host >= whole.host:
                 break
             if (over := row[0].peak - usable) <= 0:
@@ -362,21 +379,128 @@ def _inner_of(tx: Any) -> tuple[Any, dict[str, Any]]:
     """Return the optimizer inside an ``offload``, with the options that are not the defaults; else ``tx`` itself."""
     if isinstance(tx, Offloaded) and tx.inner is not None:
         return tx.inner, {k: v for k, v in tx.options.items() if v is not _DEFAULTS[k] and v != _DEFAULTS[k]}
-    return tx.gradient_transformation() if isinstance(tx, optax.MultiSteps) else tx, {}
+    return tx, {}
 
 
-def _offloads_inside(tx: Any, params: Any) -> bool:
-    rows = placed_leaves(tx, params)[0]
-    return any(leaf.why != (outside := unmanaged(aval).why) and bool(outside) for leaf, aval, _ in rows)
+def _transformation(tx: Any) -> Any:
+    return tx.gradient_transformation() if isinstance(tx, optax.MultiSteps) else tx
 
 
 def _dtypes(params: Any, inner: Any) -> str:
     """Describe the parameters and the state whose bytes are counted."""
     n = sum(math.prod(np.shape(x)) for x in jax.tree.leaves(params))
     state = [x for x in jax.tree.leaves(jax.eval_shape(inner.init, params)) if getattr(x, "ndim", 0)]
-
-    def of(leaves: Sequence[Any]) -> str:
-        return " and ".join(sorted({str(x.dtype) for x in leaves})) or "none"
-
+    kinds = [" and ".join(sorted({str(x.dtype) for x in xs})) or "none" for xs in (jax.tree.leaves(params), state)]
     per = sum(map(nbytes, state)) / max(1, n)
-    return f"{n:,} parameters in {of(jax.tree.leaves(params))}; state in {of(state)}, {per:.3g} bytes a parameter"
+    return f"{n:,} parameters in {kinds[0]}; state in {kinds[1]}, {per:.3g} bytes a parameter"
+
+
+# -- exact bytes, by the code that places the state and schedules the update
+
+
+def sizes_of(tx: Any, params: Any, run: str) -> dict[str, Any]:
+    """Return the sizes of ``tx`` on these parameters, in a step of ``run``: the fields of a ``Row``, ``state`` to
+    ``waits``. Under ``jax.jit`` nothing streams."""
+    leaves = [leaf for leaf, _, _ in placed_leaves(tx, params)[0]]
+    trace = None
+    if run != "jax.jit":
+        with described(params):
+            trace, _ = trace_of(lambda p, s: update_params(tx, p, s, p), params, abstract_state(tx, params))
+    updates = [] if trace is None else [each.update for each in updates_in(trace)]
+    planned = [p for update in updates for p in update.planned if not p.on_cores]
+    loaded: int | None = sum(p.slice.loaded_bytes for p in planned)
+    # A leaf that a norm of the state reads first is loaded twice, unless a scan of the step holds both updates.
+    if run == "jo.jit" and max(Counter(v for p in planned for v in p.slice.loads).values(), default=1) > 1:
+        loaded = None
+    disk = sum(leaf.shard_bytes for leaf in leaves if leaf.disk)
+    # The cores read gradients and parameters, and send new parameters up, as ``jax_offload.update_params`` has it.
+    owners = {leaf.owner for leaf in leaves if leaf.on_cores}
+    up = sum(own_bytes(x) for k, x in enumerate(jax.tree.leaves(params)) if k in owners)
+    down = 2 * up
+    return {
+        "state": sum(leaf.shard_bytes for leaf in leaves if not leaf.host and not leaf.disk),
+        "window": 0 if run == "jax.jit" else None if trace is None or disk else _window(planned),
+        "host": sum(leaf.shard_bytes for leaf in leaves if leaf.host) + down,
+        "disk": disk,
+        "loaded": None if loaded is None else loaded + up,
+        "stored": sum(map(_stored, updates)) + down,
+        "on_cores": sum(leaf.shard_bytes for leaf in leaves if leaf.on_cores),
+        "waits": any(isinstance(u, Update) and _waits_for_all(u) for u in updates),
+    }
+
+
+def own_bytes(x: Any) -> int:
+    """Return the bytes of an array on one device."""
+    return nbytes(x) // math.prod(shards_of(sharding_of(x), np.shape(x)))
+
+
+def _window(planned: Sequence[Planned]) -> int:
+    """Return the bytes of host leaves on the device at a time: each window, or all that streams if that is less."""
+    at_once: dict[int, int] = {}
+    for p in planned:
+        at_once[id(p.window)] = max(at_once.get(id(p.window), 0), p.window.nbytes, p.bytes_at_once)
+    return min(sum(at_once.values()), sum(p.slice.loaded_bytes for p in planned))
+
+
+def _stored(update: Update | Moved) -> int:
+    """Return the bytes that an update stores on one device: each leaf is divided like the leaf it replaces."""
+    old: Mapping[Var, Var] = update.next_values if isinstance(update, Update) else {}
+    slices = [p.slice for p in update.planned if not p.on_cores]
+    slices += [each.prelude for each in update.passes] if isinstance(update, Update) else []
+    return sum(nbytes(v.aval) // math.prod(s.shards.get(old.get(v, v), ())) for s in slices for v in s.stores)
+
+
+def _waits_for_all(update: Update) -> bool:
+    """Return whether a number made of gradients goes into a slice: their norm, or whether all of them are finite."""
+    if len(update.passes) != 1:
+        return len(update.passes) > 1
+    (only,) = update.passes
+    gradients = {update.operands[i] for i in update.gradients}
+    made = NEEDS.spread(only.prelude.jaxpr.eqns, {v: int(v in gradients) for v in only.prelude.inputs})
+    read = {v for p in only.slices for v in p.slice.inputs}
+    return any(made.get(v) and not v.aval.shape for v in only.prelude.outputs if v in read)
+
+
+def replicated_axes(params: Any) -> tuple[str, ...]:
+    """The axes of the parameters' mesh along which none of them is divided."""
+    shardings = [s for x in jax.tree.leaves(params) if isinstance(s := sharding_of(x), NamedSharding)]
+    used = {name for s in shardings for entry in s.spec for name in names_in(entry)}
+    sizes = shardings[0].mesh.shape.items() if shardings else ()
+    return tuple(name for name, size in sizes if size > 1 and name not in used)
+
+
+def model_of(
+    n: int, dtype: str, devices: int, replicated: bool, layers: int | None, width: int | None
+) -> tuple[dict[str, Any], int, int]:
+    """Abstract parameters of equal layers, ``n`` in all to one row, with their layers and width; a layer has
+    12 width² of them. One matrix holds the remainder.
+
+    Raises:
+      ValueError: the dtype is none of floats, the parameters are too few for the layers, or the devices do not divide
+        the width.
+    """
+    if str(dtype) not in FLOATING:
+        raise ValueError(f"param_dtype: expected one of {', '.join(FLOATING)}; got {dtype!r}.")
+    step = math.lcm(PER_WIDTH, 1 if replicated else devices)
+    if width is None:
+        ideal = (n / 12 / layers) ** 0.5 if layers else (PER_WIDTH * n / 12) ** (1 / 3)
+        width = max(step, round(ideal / step) * step)
+    if not replicated and width % devices:
+        raise ValueError(f"width: {devices} devices do not divide {width} columns; give a multiple of {devices}.")
+    layers = layers or max(1, round(n / (12 * width**2)))
+    columns = min(12 * width, n // (layers * width))
+    if columns < 3:
+        raise ValueError(
+            f"params: {n:g} are too few for {layers} layers of width {width}, {3 * layers * width:,} at least. Give "
+            "fewer layers or a smaller width."
+        )
+    place = None
+    if devices > 1:
+        mesh = AbstractMesh((devices,), (AXIS,), axis_types=(AxisType.Auto,))
+        place = NamedSharding(mesh, PartitionSpec() if replicated else PartitionSpec(None, AXIS))
+    shapes: dict[str, tuple[int, ...]] = {
+        "attention": (layers, width, columns // 3), "mlp": (layers, width, columns - columns // 3),
+    }  # fmt: skip
+    if rest := (n - layers * width * columns) // width:
+        shapes["embed"] = (rest, width)
+    return {k: jax.ShapeDtypeStruct(s, jnp.dtype(dtype), sharding=place) for k, s in shapes.items()}, layers, width

@@ -16,6 +16,7 @@ from jax_offload._analysis.compiled import compiled
 from jax_offload._analysis.hlo import Copy, Module, started
 from jax_offload._analysis.inspection import inspected
 from jax_offload._analysis.timeline import COLLECTIVES, COMPUTE, LOAD, STORE, Segment, Timeline
+from jax_offload._base.text import aligned
 from jax_offload._report.callables import replaced
 
 Interval = tuple[float, float]
@@ -77,16 +78,14 @@ class Profile:
         names = ["step", "compute", "loading", "storing", "overlap", "exposed", "idle"]
         if self.collectives:
             names[-1:-1] = ["collectives", "exposed_collectives"]
-        model = dict.fromkeys(names, "")
-        if t := self.simulated:
-            shown = {*names} & {"step", "compute", "exposed", "collectives", "exposed_collectives"}
-            model |= {name: f"{1e3 * getattr(t, name):.3f}" for name in shown}
-        lines = [
-            f"ms per step, of {self.steps}  measured  simulated" if self.simulated else f"ms per step, of {self.steps}"
+        rows: list[tuple[str, ...]] = [
+            (f"ms per step, of {self.steps}", "measured", "simulated" if self.simulated else "")
         ]
-        width = lines[0].index("measured") - 2 if self.simulated else len(lines[0])
-        lines += [f"{n:<{width}}{1e3 * getattr(self, n):>10.3f}{model[n]:>11}".rstrip() for n in names]
-        return "\n".join(lines + ([f"the simulation is off by {self.off:+.0%}"] if self.off is not None else []))
+        for name in names:
+            known = (getattr(t, name, None) for t in (self, self.simulated))
+            rows.append((name, *("" if seconds is None else f"{1e3 * seconds:.3f}" for seconds in known)))
+        off = [] if self.off is None else [f"the simulation is off by {self.off:+.0%}"]
+        return "\n".join([*aligned(rows, (1, 2)), *off])
 
 
 def measured(segments: Sequence[Segment], steps: int, simulated: Timeline | None = None) -> Profile:

@@ -1,8 +1,10 @@
 """A scheduled program, played: when it computes, when it copies each way, and what it holds in device memory.
 
-A model, not a measurement: no latency, no launch, no contention. Arithmetic runs in the order of the schedule, matmuls
-at a share of the chip's peak, all else at the speed of its memory. Beside it run, each on a queue of its own, copies
-from the host, copies to it, collectives, and asynchronous copies within the device. What waits for a queue is exposed.
+The package's one model of time, not a measurement: no latency, no launch, no contention for device memory. Arithmetic
+runs in the order of the schedule, matmuls at a share of the chip's peak, all else at the speed of its memory. Beside it
+run, each on a queue of its own, copies from the host, copies to it, collectives, and asynchronous copies within the
+device. Copies of both ways share the link. What waits for a queue is exposed. Without a schedule, ``link_time`` and
+``compute_time`` give the same speeds.
 """
 
 from __future__ import annotations
@@ -15,15 +17,32 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import jax
+
 from jax_offload._analysis.buffers import WINDOW, Buffers
 from jax_offload._analysis.chips import Chip
 from jax_offload._analysis.chips import chip as chip_of
 from jax_offload._analysis.hlo import Module, Op, Scope, started, trips
-from jax_offload._analysis.units import in_seconds
+from jax_offload._base.text import in_seconds
 
 COMPUTE, LOAD, STORE = "compute", "load", "store"
 COLLECTIVES, WITHIN = "collectives", "within the device"
 UNKNOWN = "not known"
+_OTHER_WAY = {LOAD: STORE, STORE: LOAD}
+_ROUNDED = (None, "default", "fastest", "bfloat16")  # precisions at which a TPU rounds what its matmuls read
+
+
+def link_time(chip: Chip, loaded: float, stored: float) -> float:
+    """Return the seconds of copies both ways at once, then of the rest of one way."""
+    together, rest = min(loaded, stored), abs(loaded - stored)
+    return 2 * together / chip.host_link_both + rest / chip.host_link
+
+
+def compute_time(chip: Chip, operations: float, dtype: str) -> float:
+    """Return the seconds of matmuls in ``dtype``; a TPU rounds to bfloat16 unless jax is told not to."""
+    rounds = chip.platform == "tpu" and jax.config.jax_default_matmul_precision in _ROUNDED  # pyright: ignore
+    fast = rounds or dtype in ("bfloat16", "float16")
+    return operations / (chip.reached.bf16 if fast else chip.reached.f32)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -132,7 +151,7 @@ class Program:
         return self._arithmetic(at, scope, op)
 
     def _copy(self, key: str, loads: bool, nbytes: int, leaf: str) -> Start:
-        return Start(key, LOAD if loads else STORE, 2 * nbytes / self.chip.host_link_both, nbytes, leaf)
+        return Start(key, LOAD if loads else STORE, 0.0, nbytes, leaf)
 
     def _collective(self, op: Op, seconds: float) -> Cost:
         # A TPU starts and ends a collective by custom calls in two fusions, which share the channel.
@@ -184,12 +203,21 @@ class Program:
 
     def _start(self, start: Start) -> int:
         begin = max(self.now, self.free[start.queue])
-        end = begin + start.seconds
+        end = begin + (self._copying(start, begin) if start.queue in _OTHER_WAY else start.seconds)
         self.free[start.queue] = end
-        self.busy[start.queue] += start.seconds
+        self.busy[start.queue] += end - begin
         self.nbytes[start.queue] += start.nbytes
         self.segments.append(Segment(start.queue, begin, end, start.name, start.nbytes, end))
         return len(self.segments) - 1
+
+    def _copying(self, start: Start, begin: float) -> float:
+        """Return the seconds of a copy over the link: a copy of the other way that is in flight keeps its speed, and
+        leaves the rest of what both ways reach at once."""
+        alone, rest = self.chip.host_link, max(0.0, self.chip.host_link_both - self.chip.host_link)
+        shared = max(0.0, self.free[_OTHER_WAY[start.queue]] - begin)
+        if start.nbytes <= rest * shared:
+            return start.nbytes / rest
+        return shared + (start.nbytes - rest * shared) / alone
 
     def _wait(self, place: int) -> None:
         copy = self.segments[place]
@@ -218,7 +246,7 @@ class Program:
         return Timeline(
             step=self.now,
             compute=self.compute + self.waited[WITHIN],
-            link=max(self.busy[LOAD], self.busy[STORE]),
+            link=link_time(self.chip, self.nbytes[LOAD], self.nbytes[STORE]),
             collectives=self.busy[COLLECTIVES],
             exposed=self.waited[LOAD] + self.waited[STORE],
             exposed_collectives=self.waited[COLLECTIVES],
@@ -263,7 +291,7 @@ class Timeline:
     Attributes:
       step: seconds of the whole step.
       compute: seconds of arithmetic, including waits for copies within the device.
-      link: seconds that the busier direction between host and device would take alone.
+      link: seconds that the copies between host and device would take alone, both ways at once.
       collectives: seconds of all collectives, asynchronous or not.
       exposed: seconds of waits for copies between host and device.
       exposed_collectives: seconds of waits for collectives.
@@ -298,7 +326,7 @@ class Timeline:
 
     @property
     def exposed_share(self) -> float:
-        """``exposed / link``: 0 if all copies are hidden, 1 if none is, and more if both directions wait in turn."""
+        """``exposed / link``: 0 if all copies are hidden, 1 if none is, and more if the two ways go in turn."""
         return self.exposed / self.link if self.link else 0.0
 
     def save(self, path: str | Path) -> None:

@@ -1,4 +1,4 @@
-"""Bytes, seconds and counts, as people write and read them."""
+"""Bytes and counts, as people write them."""
 
 from __future__ import annotations
 
@@ -14,49 +14,31 @@ _COUNTS = {"": 1, "k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}
 
 
 def bytes_of(argument: str, given: object) -> int:
-    """``given`` in bytes: a number, or text such as ``"80GiB"`` or ``"16e9"``.
+    """Return ``given`` in bytes: a number, or text such as ``"80GiB"`` or ``"16e9"``.
 
     Raises:
       ValueError: it is neither, or not above zero. The message names ``argument``.
     """
     number = _number(given, _BYTES)
-    if number is None or not 0 < number < 2**63:
+    if not 0 < number < 2**63:
         raise ValueError(f'{argument}: expected a number of bytes, or text such as "80GiB" or "16e9"; got {given!r}.')
     return int(number)
 
 
 def count_of(argument: str, given: object) -> int:
-    """``given`` as a count: a number, or text such as ``"13B"``, ``"350M"`` or ``"13e9"``.
+    """Return ``given`` as a count: a number, or text such as ``"13B"``, ``"350M"`` or ``"13e9"``.
 
     Raises:
       ValueError: it is neither, or not from 1 to 1e15. The message names ``argument``.
     """
     number = _number(given, _COUNTS)
-    if number is None or not 1 <= number <= 1e15:
+    if not 1 <= number <= 1e15:
         raise ValueError(f'{argument}: expected how many there are, 13e9 or "13B", up to 1e15; got {given!r}.')
     return round(number)
 
 
-def _number(given: object, units: Mapping[str, float]) -> float | None:
+def _number(given: object, units: Mapping[str, float]) -> float:
     if not isinstance(given, str):
-        return None if isinstance(given, bool) or not hasattr(given, "__float__") else float(given)  # pyright: ignore
+        return 0.0 if isinstance(given, bool) or not hasattr(given, "__float__") else float(given)  # pyright: ignore
     found = re.fullmatch(r"\s*(\d+\.?\d*|\.\d+)(e[+-]?\d+)?\s*([a-z]*)\s*", given.lower())
-    return None if not found or found[3] not in units else float(found[1] + (found[2] or "")) * units[found[3]]
-
-
-def in_bytes(n: float) -> str:
-    """Format bytes in the largest binary unit that gives at least 1, with at most four digits."""
-    units = ["B", "KiB", "MiB", "GiB", "TiB"]
-    while abs(n) >= 1000 and len(units) > 1:
-        n /= 1024
-        del units[0]
-    digits = 0 if units[0] == "B" or abs(n) >= 100 else 1 if abs(n) >= 10 else 2
-    return f"{n:.{digits}f} {units[0]}"
-
-
-def in_seconds(seconds: float) -> str:
-    """Format seconds in s, ms or µs, with at least two significant digits."""
-    if seconds >= 1:
-        return f"{seconds:.2f} s"
-    unit, n = ("ms", 1e3 * seconds) if seconds >= 1e-3 else ("µs", 1e6 * seconds)
-    return f"{n:.{1 if n < 99.95 else 0}f} {unit}" if n >= 0.95 else f"{n:.2g} {unit}" if n else "0"
+    return 0.0 if not found or found[3] not in units else float(found[1] + (found[2] or "")) * units[found[3]]

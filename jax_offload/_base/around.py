@@ -1,13 +1,14 @@
 """Facts about a trace that its arguments do not show: the one context variable of the package.
 
 ``init`` and ``update`` have optax's arguments, and what stands between a caller and an ``offload``, a chain, a ``cond``
-or ``optax.MultiSteps``, hands on no others. So three things reach an ``offload`` from the side:
+or ``optax.MultiSteps``, hands on no others. So four things reach an ``offload`` from the side:
 
 * how the parameters are sharded. With Auto axes no type tells, and a constraint that did would be in the program and
   would be lost at the next branch, whose operands are new variables;
 * whether the traced function is going to run. A description may neither warn nor be remembered like a step, and what
   each ``offload`` remembers is its own: nobody else can put it back;
-* whether an ``offload`` traces its inner optimizer, which must not hold another one.
+* whether an ``offload`` traces its inner optimizer, which must not hold another one;
+* whether a recipe around it gathers what ZeRO-1 divides.
 """
 
 from __future__ import annotations
@@ -44,12 +45,15 @@ class Around:
       runs: whether the traced function is going to run, as far as an ``offload`` can know.
       remembers: whether the parameters' shardings are remembered.
       within_offload: whether an ``offload`` traces its inner optimizer.
+      gathered: the options of each ``offload`` whose divided updates a recipe around it gathers; ``None``: each gathers
+        its own.
     """
 
     shardings: Shardings | None = None
     runs: bool = True
     remembers: bool = True
     within_offload: bool = False
+    gathered: list[Any] | None = None
 
 
 _AROUND: contextvars.ContextVar[Around] = contextvars.ContextVar("jax_offload_around", default=Around())  # noqa: B039
@@ -87,6 +91,14 @@ def step_described() -> contextlib.AbstractContextManager[None]:
 def within_offload() -> contextlib.AbstractContextManager[None]:
     """Inside, an ``offload`` traces the optimizer that it wraps, which has to be a plain one."""
     return _within(within_offload=True)
+
+
+@contextlib.contextmanager
+def gathering() -> Iterator[list[Any]]:
+    """Inside, an ``offload`` leaves updates divided that ZeRO-1 divides, and appends its options to the list."""
+    options: list[Any] = []
+    with _within(gathered=options):
+        yield options
 
 
 def check_not_within_offload() -> None:

@@ -40,6 +40,7 @@ class Aval(Protocol):
     def dtype(self) -> np.dtype[Any]: ...
     @property
     def weak_type(self) -> bool: ...
+    def update(self, **fields: Any) -> Aval: ...
 
 
 class EquationContext(Protocol):
@@ -151,6 +152,7 @@ class Scan:
       body: takes consts, carry and a row of each of xs; returns the carry and a row of each of ys.
     """
 
+    eqn: Equation
     body: ClosedJaxpr
     consts: list[Atom]
     init: list[Atom]
@@ -196,6 +198,7 @@ def scan_of(eqn: Equation) -> Scan | None:
         consts, carry = params["num_consts"], params["num_carry"]
     ins, outs = list(eqn.invars), list(eqn.outvars)
     return Scan(
+        eqn,
         params["jaxpr"],
         ins[:consts],
         ins[consts : consts + carry],

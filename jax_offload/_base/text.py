@@ -1,4 +1,4 @@
-"""Rows of cells as text, and as HTML."""
+"""What is printed: rows of cells as lines, bytes and seconds as words, and text as HTML."""
 
 from __future__ import annotations
 
@@ -25,23 +25,24 @@ def aligned(rows: Sequence[Sequence[str]], right: Collection[int] = ()) -> list[
     return [line(row) for row in rows]
 
 
-def html_table(
-    header: Sequence[str], groups: Sequence[tuple[str, Sequence[Sequence[str]]]], right: Collection[int] = ()
-) -> str:
-    """A table with a line over the rows of each group, its cells escaped; columns of ``right`` end flush.
+def preformatted(shown: object) -> str:
+    """Return what ``print`` shows, as HTML for a notebook."""
+    return f"<pre>{html.escape(str(shown))}</pre>"
 
-    Only the last column, of paths or of words, is broken into lines.
-    """
-    styles = [f"text-align: {'right' if k in right else 'left'}; white-space: nowrap" for k in range(len(header))]
-    styles[-1] = styles[-1].removesuffix("; white-space: nowrap")
 
-    def row(cells: Sequence[str], tag: str) -> str:
-        filled = (f'<{tag} style="{s}">{html.escape(cell)}</{tag}>' for cell, s in zip(cells, styles, strict=True))
-        return f"<tr>{''.join(filled)}</tr>"
+def in_bytes(n: float) -> str:
+    """Format bytes in the largest binary unit that gives at least 1, with at most four digits."""
+    units = ["B", "KiB", "MiB", "GiB", "TiB"]
+    while abs(n) >= 1000 and len(units) > 1:
+        n /= 1024
+        del units[0]
+    digits = 0 if units[0] == "B" or abs(n) >= 100 else 1 if abs(n) >= 10 else 2
+    return f"{n:.{digits}f} {units[0]}"
 
-    body = (
-        f'<tr><th colspan="{len(header)}" style="text-align: left; padding-top: 0.8em">{html.escape(name)}</th></tr>'
-        + "".join(row(cells, "td") for cells in rows)
-        for name, rows in groups
-    )
-    return f"<table>{row(header, 'th')}{''.join(body)}</table>"
+
+def in_seconds(seconds: float) -> str:
+    """Format seconds in s, ms or µs, with at least two significant digits."""
+    if seconds >= 1:
+        return f"{seconds:.2f} s"
+    unit, n = ("ms", 1e3 * seconds) if seconds >= 1e-3 else ("µs", 1e6 * seconds)
+    return f"{n:.{1 if n < 99.95 else 0}f} {unit}" if n >= 0.95 else f"{n:.2g} {unit}" if n else "0"

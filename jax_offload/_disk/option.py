@@ -24,7 +24,7 @@ from jax_offload._ir.program import flat, structure, without_round_trips
 from jax_offload._ir.propagate import needed_for
 from jax_offload._ir.slices import slice_of
 from jax_offload._placement.placement import Leaf, Policy, place
-from jax_offload._plan.by_rows import rows_in_part
+from jax_offload._plan.transfers import rows_in_part
 from jax_offload._step.cut import unguarded
 
 

@@ -17,11 +17,11 @@ import numpy as np
 from jax_offload._base.jaxprs import Atom, Var, jaxpr_of, variables
 from jax_offload._base.memory import is_host_aval
 from jax_offload._base.on_disk import Ends, Range
+from jax_offload._emit.chunks import group_looped
 from jax_offload._emit.region import Update
-from jax_offload._emit.run import part
 from jax_offload._ir.program import structure
-from jax_offload._plan.by_rows import in_parts, part_of
 from jax_offload._plan.plan import Chunked, Planned
+from jax_offload._plan.transfers import in_parts
 
 # A function, its operands and results in the step, and a key that is equal for parts that do the same.
 Part = tuple[Callable[..., list[Any]], list[Atom], list[Var], Hashable]
@@ -113,12 +113,8 @@ class ByRows:
 
 def _run(p: Planned, how: Chunked, update: Update, n: int, before: Sequence[Var]) -> Callable[..., list[Any]]:
     """The function of ``n`` rows; ``before``: the results that earlier parts have left."""
-
-    def run(start: Any, *values: Any) -> list[Any]:
-        k = len(p.slice.inputs)
-        return part(part_of(p, how, n), update.names)(start, values[:k], dict(zip(before, values[k:], strict=True)))
-
-    return run
+    run, k = group_looped(p.slice, how, update.names, n), len(p.slice.inputs)
+    return lambda start, *values: run(start, values[:k], dict(zip(before, values[k:], strict=True)))
 
 
 def produced_once(update: Update, results: Sequence[Var]) -> dict[Var, Var]:

@@ -6,6 +6,7 @@ What each stage reads, makes and frees, and which buffers it may reuse, is decid
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence, Set
 from types import MappingProxyType
@@ -17,6 +18,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 from jax_offload._base.arrays import nbytes
+from jax_offload._base.barriers import opaque, together
 from jax_offload._base.jaxprs import (
     Atom,
     DropVar,
@@ -35,11 +37,11 @@ from jax_offload._drive.by_rows import ByRows, produced_once
 from jax_offload._drive.cores import is_sent
 from jax_offload._emit.find import holds_driven_update, is_update
 from jax_offload._emit.region import Update, bound
-from jax_offload._emit.run import functions, waiting
+from jax_offload._emit.run import functions
 from jax_offload._ir.program import Builder, Program, flat, numbered, structure
 from jax_offload._ir.slices import Slice, slice_of
+from jax_offload._ir.trace import LARGE
 from jax_offload._plan.plan import Chunked, Planned
-from jax_offload._plan.serialise import Serialise, is_large
 from jax_offload._step.cut import Cut
 
 # Bytes of state in a group. Updating them takes the cores a hundred times what starting a program takes, and the last
@@ -157,10 +159,14 @@ def _in_turn(first: Slice, gradients: Sequence[Var]) -> list[Slice]:
     raw: dict[Var, Var] = {v: Var(v.aval) for v in held}
 
     def wait(*values: Any) -> list[Any]:
-        found, zero = waiting(values[: len(gradients)])
-        found += values[len(gradients) :]
+        # a number of each gradient, masked to nothing by an opaque zero, is made of it and is used
+        found, read, zero = list(values), opaque(jnp.int32(0)), opaque(jnp.int32(0))
+        for i, _ in enumerate(gradients):
+            found[i], read = together((found[i], read))
+            first = jax.lax.slice(found[i], [0] * found[i].ndim, [1] * found[i].ndim).reshape(())
+            read |= jnp.real(first).astype(jnp.int32) & zero
         k = held.index(last)
-        found[k] = jnp.where(zero == 0, found[k], jnp.zeros((), found[k].dtype))
+        found[k] = jnp.where(read == 0, found[k], jnp.zeros((), found[k].dtype))
         return found
 
     def own(eqn: Equation) -> Equation:
@@ -363,9 +369,8 @@ def _gradients_in_turn(update: Update, device: Update, eqn: Equation, defined: S
     """Return the large gradients if some of them stay on the device; none if their sharding is unknown."""
     pairs = zip(eqn.invars, update.operands, strict=True)
     stay = {*variables(v for v, own in pairs if own in {*device.operands})} & defined
-    large = [v for i in update.gradients if (v := eqn.invars[i]) in defined and is_large(v.aval)]
-    unknown = update.serialise in (Serialise.NONE, Serialise.DIVIDED)
-    return [] if unknown or stay.isdisjoint(large) else [*variables(large)]
+    large = [v for i in update.gradients if (v := eqn.invars[i]) in defined and math.prod(v.aval.shape) >= LARGE]
+    return [] if not update.take_turns or stay.isdisjoint(large) else [*variables(large)]
 
 
 def _grouped(name: str, slices: Sequence[Slice], *, on_cores: bool = True) -> Iterator[Stage]:

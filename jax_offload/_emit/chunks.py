@@ -19,6 +19,7 @@ from jax.custom_batching import custom_vmap
 
 from jax_offload._base.barriers import opaque, read_once, written_after
 from jax_offload._base.jaxprs import Var
+from jax_offload._base.memory import is_host_aval
 from jax_offload._emit.rows import Buffers, Names, Values, buffers_of, fresh
 from jax_offload._ir.slices import Slice
 from jax_offload._plan.plan import Chunked
@@ -28,20 +29,30 @@ State = tuple[Values, Values]  # whole arrays; and rows of host leaves, on the d
 
 
 def looped(s: Slice, how: Chunked, names: Names) -> Callable[..., list[Any]]:
-    """Loads and updates the first chunk; then, chunk by chunk, stores it while the next is loaded, and updates that.
+    """``run(*operands)``: the slice's results, chunk by chunk."""
+    run = group_looped(s, how, names, how.where.size // how.shards)
+    return lambda *operands: run(0, operands, {})
 
-    No chunk is updated after the loop: XLA would merge the writing of its rows with whatever uses the whole, in a
+
+def group_looped(s: Slice, how: Chunked, names: Names, size: int) -> Callable[..., list[Any]]:
+    """``run(start, operands, before)``: the slice's results for ``size`` rows of each shard, from row ``start`` on.
+
+    Operands and results on the host have just these rows, and those on the device have all rows. ``before`` has what
+    earlier groups have left of the results that overwrite no operand, and is empty in the first group.
+
+    It loads and updates the first chunk; then, chunk by chunk, it stores that while the next is loaded, and updates the
+    next. No chunk is updated after the loop: XLA would merge the writing of its rows with whatever uses the whole, in a
     buffer of its own.
     """
     into = [v if old is None else old for v, old in zip(s.outputs, how.buffers, strict=True)]
-    loads = s.core.loads
+    loads, rows = s.core.loads, min(how.rows, size)
 
-    def run(*operands: Any) -> list[Any]:
+    def run(start: Any, operands: Sequence[Any], before: Values) -> list[Any]:
         given = dict(zip(s.inputs, operands, strict=True))
-        loop, rows = _Loop(s, how, buffers_of(s, how, names), given, [v for v in s.inputs if v in loads]), how.rows
-        full, rest = divmod(how.where.size // how.shards, rows)
+        loop = _Loop(s, how, buffers_of(s, how, names), given, [v for v in s.inputs if v in loads], start)
+        full, rest = divmod(size, rows)
         first = (full * rows, rest) if rest else (0, rows)
-        state = loop.first({v: given[v] for v in into if v in given} | fresh(s, how), first)
+        state = loop.first({v: given[v] for v in into if v in given} | fresh(s, how) | before, first)
         if rest:
             state = loop.advance(first[0], (0, rows), state)
         if full > 1:
@@ -64,13 +75,20 @@ def looped(s: Slice, how: Chunked, names: Names) -> Callable[..., list[Any]]:
 
 @dataclasses.dataclass(frozen=True)
 class _Loop:
-    """The loop over the chunks of a slice, given all of its operands; ``loads``: the operands that are loaded."""
+    """The loop over the chunks of a slice.
+
+    Attributes:
+      given: the slice's operands.
+      loads: the operands that are loaded.
+      start: the number of the first row that is on the host.
+    """
 
     s: Slice
     how: Chunked
     buffers: Buffers
     given: Values
     loads: Sequence[Var]
+    start: Any
 
     def first(self, wholes: Values, chunk: Chunk) -> State:
         """The values after the first chunk's update."""
@@ -82,14 +100,17 @@ class _Loop:
 
     def update(self, wholes: Values, loaded: Values, chunk: Chunk) -> State:
         """Updates a chunk, and writes the part of it that stays on the device."""
-        wholes, s = dict(wholes), self.s
-        now = ChainMap(wholes, self.given)
-        given = [loaded[v] if v in loaded else self.buffers.read(v, now[v], *chunk) for v in s.inputs]
+        wholes, s, (at, n) = dict(wholes), self.s, chunk
+        now, row = ChainMap(wholes, self.given), self.start + at
+        reads = self.buffers.read
+        given = [
+            loaded[v] if v in loaded else reads(v, now[v], at if is_host_aval(v.aval) else row, n) for v in s.inputs
+        ]
         held = [i for i, v in enumerate(s.inputs) if v in wholes and v not in loaded]
         for i, x in zip(held, read_once([given[i] for i in held]), strict=True):
             given[i] = x
-        new = self.buffers.updated(s, self.how, given, *chunk)
-        return wholes, self.buffers.keep(s, self.how, new, wholes, chunk[0])
+        new = self.buffers.updated(s, self.how, given, row, n)
+        return wholes, self.buffers.keep(s, self.how, new, wholes, row)
 
     def exchange(self, wholes: Values, new: Values, at: Any, then: Chunk | None) -> State:
         """Stores ``new`` from row ``at`` on; loads chunk ``then``. Each leaf is stored while the next one is loaded,

@@ -1,4 +1,4 @@
-"""Find the updates in a traced step and the origins of their leaves, and replace each with the equations it emits."""
+"""Find the updates in a traced step and the origins of their leaves, and replace updates with their recipes."""
 
 from __future__ import annotations
 
@@ -17,30 +17,16 @@ from jax_offload._plan.in_scan import InScan
 from jax_offload._plan.plan import Planned
 
 
-def without_updates(step: Any, *, sharded: bool = False) -> Program:
-    """A step's closed jaxpr as a program, with the recipes of its updates in their places.
-
-    ``sharded``: whether updates that these would gather stay divided.
-    """
+def without_updates(step: Any) -> Program:
+    """A step's closed jaxpr as a program, with the recipes of its updates in their places."""
 
     def expand(eqn: Any) -> Program | None:
         if eqn.primitive is not REGION:
             return None
         update = eqn.params["update"]
-        if not isinstance(update, Update):
-            return as_program(equations(update))
-        return update.sharded if sharded and update.sharded is not None else update.program
+        return update.program if isinstance(update, Update) else as_program(equations(update))
 
     return without_round_trips(flat(closed(expanded(step.jaxpr, expand), step.consts)))
-
-
-def emitted(step: Any) -> Any:
-    """A step's closed jaxpr with the equations of its updates in their places: the equations that are lowered."""
-
-    def expand(eqn: Any) -> Program | None:
-        return as_program(equations(eqn.params["update"])) if eqn.primitive is REGION else None
-
-    return closed(expanded(step.jaxpr, expand), step.consts)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -148,8 +134,7 @@ _CALLS = ("jit", "pjit", "closed_call", "custom_jvp_call")
 
 
 def _found(jaxpr: Any, origin: dict[Var, Var], times: int = 1) -> Iterator[Found]:
-    """``origin``: maps variables of the jaxpr to the step's. Moves are looked through where it does not
-    tell."""
+    """Yield the updates in a jaxpr. ``origin`` maps its variables to the step's, and is extended through moves."""
 
     def known(inner: Sequence[Var], operands: Sequence[Any]) -> dict[Var, Var]:
         pairs = zip(inner, operands, strict=True)

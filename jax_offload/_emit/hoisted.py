@@ -24,7 +24,7 @@ from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import NamedSharding
 
 from jax_offload._base.barriers import read_once, together, written_after
-from jax_offload._base.jaxprs import Literal, Var, as_array, jax_fun
+from jax_offload._base.jaxprs import Literal, Var, as_array
 from jax_offload._base.memory import is_host_aval
 from jax_offload._base.shardings import constrained, shards_of, typed_sharding, zeros
 from jax_offload._emit.rows import Buffers, Names, Values
@@ -52,37 +52,6 @@ def scanned(plan: InScan, env: Mapping[Var, Any], names: Names) -> Values:
     emitter.buffers.exchange(last.wholes, last.new, plan.last_row, [], 0)
     produced = dict(zip(scan.carry, carried, strict=True)) | dict(zip(plan.kept, ys, strict=True))
     return produced | emitter.results(last.wholes)
-
-
-def one_after_the_other(plan: InScan, env: Mapping[Var, Any]) -> Values:
-    """Run the scan, and before or after it the updates of whole leaves: what the rewritten scan stands for."""
-    scan, values = plan.scan, dict(env)
-
-    def update() -> None:
-        for move in plan.moves:
-            produced = move.slice.run(*(values[v] for v in move.slice.inputs))
-            values.update(zip(move.slice.outputs, produced, strict=True))
-
-    if plan.ahead:
-        update()
-    xs = {k: each.slice.run(*(env[v] for v in each.slice.inputs))[0] for k, each in plan.reread.items()}
-    xs |= {k: values[v] for k, v in plan.fed.items()}
-
-    def value(v: Any) -> Any:
-        return as_array(v) if isinstance(v, Literal) else values[v]
-
-    consts, init = [value(v) for v in scan.consts], [value(v) for v in scan.init]
-    rows = [xs[k] if k in xs else value(v) for k, v in enumerate(scan.xs)]
-
-    def iteration(carry: Any, rows: Any) -> Any:
-        results = jax_fun(scan.body)(*consts, *carry, *rows)
-        return results[: len(carry)], results[len(carry) :]
-
-    carry, ys = jax.lax.scan(iteration, init, rows, length=scan.length, reverse=scan.reverse, unroll=scan.unroll)
-    values.update(zip([*scan.carry, *scan.ys], [*carry, *ys], strict=True))
-    if not plan.ahead:
-        update()
-    return values
 
 
 @dataclasses.dataclass
@@ -129,8 +98,8 @@ class Emitter:
     def first(self, env: Mapping[Var, Any]) -> Hand:
         """The values that the first iteration starts with.
 
-        Behind, it has nothing to store yet. It stores the row that was loaded for it, where that came from; or zeros,
-        which the second one overwrites.
+        An update behind the scan's arithmetic has nothing to store in the first iteration. It stores the row that was
+        loaded for it in the same place, or else zeros, which the second iteration overwrites.
         """
         plan = self.plan
         wholes = {v: env[v] for v in (*plan.hosts, *plan.in_place)} | {

@@ -17,9 +17,9 @@ from jax.core import Tracer
 
 from jax_offload._base.donation import guarded
 from jax_offload._base.jaxprs import (
+    Atom,
     ClosedJaxpr,
     Jaxpr,
-    Literal,
     closed,
     jax_fun,
     jaxpr_of,
@@ -38,9 +38,8 @@ from jax_offload._ir.trace import Backward
 from jax_offload._plan.decide import passes_of
 from jax_offload._plan.gates import Piece
 from jax_offload._plan.in_scan import InScan
-from jax_offload._plan.options import Claim, regions
+from jax_offload._plan.options import Claim, apart
 from jax_offload._plan.plan import Planned, PlannedPass
-from jax_offload._plan.serialise import Serialise
 
 NAME = "jax_offload_update"
 REGION = call_primitive(NAME)  # whose equations `find` finds
@@ -65,31 +64,28 @@ class Update:
       program: the usual recipe (load all, update, store all).
       gradients: positions among the program's arguments (its inputs without the constants), in the order of the
         backward pass, which the trace around it knows.
-      serialise: which gradients may wait for each other.
+      take_turns: whether its gradients may wait for each other.
       names: of the state's leaves, of their next values too.
       next_values: result -> the argument that it is the next value of.
       claims: of the offloads in it.
       rank: of a leaf of the state its place in the order of the backward pass.
       manual: whether it was traced inside ``shard_map``.
-      sharded: where ``program`` gathers updates that are divided (ZeRO-1), the same without that, for a recipe around
-        it that gathers the values that it makes of them.
       wide: whether it was traced with types of 64 bits; jax may lower it where they are off.
       backward: the passes that made its gradients, where only gates in the update hold them back.
       stays: why leaves are not updated within the passes, forward and backward; only ``jax_offload.jit`` asks.
       gated: whether each of its slices runs by itself, between gates of the passes.
-      ordered: whether the trace around it tells in what order its gradients are made; else ``rank`` is guessed from
-        paths where no ``order`` says it.
+      ordered: whether the trace around it tells in what order its gradients are made; if not, and without an
+        ``order``, ``rank`` is guessed from paths.
     """
 
     program: Program
     gradients: tuple[int, ...]
-    serialise: Serialise
+    take_turns: bool
     names: Names
     next_values: Mapping[Var, Var]
     claims: Sequence[Claim]
     rank: Mapping[Var, int]
     manual: bool
-    sharded: Program | None = None
     wide: bool = dataclasses.field(default_factory=lambda: bool(jax.config.jax_enable_x64))  # pyright: ignore
     backward: Backward | None = None
     stays: tuple[str, ...] = ()
@@ -102,12 +98,10 @@ class Update:
     @functools.cached_property
     def passes(self) -> Sequence[PlannedPass]:
         """How its slices run, pass after pass."""
-        program = self.program
-        found = regions(self.claims, program.inputs)
         gradients = [self.operands[i] for i in self.gradients]
         return passes_of(
-            program, self.next_values, found, lambda v: self.rank.get(v, -1), manual=self.manual,
-            backward=self.backward, gradients=gradients, serialise=self.serialise, on_cores=self.on_cores,
+            self.program, self.next_values, apart(self.claims, self.program.inputs), lambda v: self.rank.get(v, -1),
+            manual=self.manual, backward=self.backward, gradients=gradients, take_turns=self.take_turns,
             gated=self.gated,
         )  # fmt: skip
 
@@ -133,13 +127,8 @@ class Update:
 
     @property
     def driven(self) -> bool:
-        """Whether a part of it is for no program of the device alone."""
+        """Whether a part of it cannot be in a program for the device alone."""
         return bool(self.on_cores or self.on_disk)
-
-    @property
-    def results(self) -> Set[Var]:
-        """The results that are the next value of an argument."""
-        return {*self.next_values}
 
     @property
     def avals(self) -> tuple[list[Any], list[Any]]:
@@ -161,11 +150,11 @@ class Update:
             return needed, self
         places = {i: k for k, i in enumerate(i for i, n in enumerate(needed) if n)}
         gradients = tuple(places[i] for i in self.gradients if i in places)
-        return needed, dataclasses.replace(self, program=program, gradients=gradients, sharded=None)
+        return needed, dataclasses.replace(self, program=program, gradients=gradients)
 
     def replanned(self, program: Program, gradients: tuple[int, ...]) -> Update:
         """The remainder of the update: ``program``, which consists of some of its equations."""
-        return dataclasses.replace(self, program=program, gradients=gradients, sharded=None)
+        return dataclasses.replace(self, program=program, gradients=gradients)
 
     def updated_by(self, cores: bool) -> Update:
         """The same, with all of its leaves updated by the host's cores, or none of them."""
@@ -245,40 +234,40 @@ def marked(run: Callable[[Sequence[Any]], list[Any]], args: Sequence[Any], plan:
     traced, _ = jaxpr_of(lambda *args: run(args), *args)
     if traced.consts or not only_callbacks(traced.effects):
         return run(args)
-    inner = traced.jaxpr
-    handed_on = dict(zip(inner.invars, args, strict=True))
-    defined = [v for v in variables(inner.outvars) if v not in handed_on]
-    jaxpr = Jaxpr([], inner.invars, defined, inner.eqns, inner.effects, nameless(inner.debug_info))
-    moved = Moved(closed(jaxpr), plan.operands, plan)
-    results = handed_on | dict(zip(defined, REGION.bind(*args, **params_of(moved)), strict=True))
-    return values_of(results, inner.outvars)
+    j = traced.jaxpr
+
+    def moved(results: list[Var]) -> Moved:
+        jaxpr = Jaxpr([], j.invars, results, j.eqns, j.effects, nameless(j.debug_info))
+        return Moved(closed(jaxpr), plan.operands, plan)
+
+    return _bind(moved, j.invars, j.outvars, args)
 
 
 def bound(update: Update, args: Sequence[Any]) -> list[Any]:
-    """``update`` of these arguments, as one equation of the trace; outside of any trace it runs.
-
-    Arguments that are handed on are no results of the equation: jax would copy them where nobody donates.
-    """
+    """``update`` of these arguments, as one equation of the trace; outside of any trace it runs."""
     program = update.program
     # what the recipe closes over becomes operands: a tracer among an equation's parameters would outlive its trace
     operands, shift = [*program.consts, *args], len(program.consts)
-    if not any(isinstance(x, Tracer) for x in operands):
+    if not any(isinstance(x, Tracer) for x in operands) or not only_callbacks(update.effects):
         return update.emitted(args)
-    if not only_callbacks(update.effects):
-        return update.emitted(args)
-    handed_on = dict(zip(program.inputs, operands, strict=True))
-    results = handed_on
-    defined = {v: k for k, v in enumerate(program.outputs) if not isinstance(v, Literal) and v not in handed_on}
+    gradients = tuple(shift + i for i in update.gradients)
 
-    def without_the_rest(program: Program) -> Program:
-        return dataclasses.replace(program, consts=[], outputs=[program.outputs[k] for k in defined.values()])
+    def with_operands(results: list[Var]) -> Update:
+        return update.replanned(dataclasses.replace(program, consts=[], outputs=[*results]), gradients)
 
-    if defined or update.effects:
-        update = dataclasses.replace(
-            update,
-            program=without_the_rest(program),
-            gradients=tuple(shift + i for i in update.gradients),
-            sharded=None if update.sharded is None else without_the_rest(update.sharded),
-        )
-        results = handed_on | dict(zip(defined, REGION.bind(*operands, **params_of(update)), strict=True))
-    return values_of(results, program.outputs)
+    return _bind(with_operands, program.inputs, program.outputs, operands)
+
+
+def _bind(
+    of: Callable[[list[Var]], Update | Moved], inputs: Sequence[Var], outputs: Sequence[Atom], operands: Sequence[Any]
+) -> list[Any]:
+    """Bind an equation, and return its ``outputs``.
+
+    Operands that are handed on are no results of the equation: jax would copy them where nobody donates.
+    """
+    values = dict(zip(inputs, operands, strict=True))
+    made = [v for v in dict.fromkeys(variables(outputs)) if v not in values]
+    update = of(made)
+    if made or update.effects:
+        values.update(zip(made, REGION.bind(*operands, **params_of(update)), strict=True))
+    return values_of(values, outputs)

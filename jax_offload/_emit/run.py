@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence, Set
 from typing import Any
@@ -10,17 +9,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jax_offload._base.barriers import gate, opaque, read_once, together
+from jax_offload._base.barriers import gate, opaque
 from jax_offload._base.jaxprs import Var, closed, jax_fun, jit, values_of
 from jax_offload._base.memory import is_host_aval, to_device, to_host
-from jax_offload._base.shardings import Shards, typed_sharding, zeros
+from jax_offload._base.shardings import zeros
 from jax_offload._emit.chunks import looped, or_batched
-from jax_offload._emit.rows import Names, buffers_of, fresh, prefetch, update_of, write_back
+from jax_offload._emit.rows import Names, prefetch, update_of, write_back
 from jax_offload._ir.program import Program, numbered, structure
 from jax_offload._ir.slices import Slice
-from jax_offload._plan.by_rows import PlannedPart
 from jax_offload._plan.plan import Chunked, Planned, PlannedPass
-from jax_offload._plan.serialise import AllInTurn
 
 Env = dict[Var, Any]
 
@@ -110,53 +107,13 @@ def _run_in_own_loop(
     env.update(zip(outputs, all_of_it(*(env[v] for v in inputs)), strict=True))
 
 
-# ---- a prelude, with gradients that take turns as the plan says: `_plan/serialise` has the reason
-
-
 def run_prelude(each: PlannedPass, env: dict[Var, Any]) -> None:
-    """Run the first part of a pass, its prelude, in an environment."""
-    serial = each.serial
-    if isinstance(serial, AllInTurn):
-        held, zero = waiting([env[v] for v in serial.gradients], serial.shards)
-        env.update(zip(serial.gradients, held, strict=True))
-        _run(each.prelude, env)
-        env[serial.last] = jnp.where(zero == 0, env[serial.last], jnp.zeros((), env[serial.last].dtype))
-        return
+    """Run the first part of a pass, its prelude, in an environment. `in_turn` says why gradients wait."""
     for part in each.prelude_parts:
         if part.gradient is not None:
             gate(env, [part.gradient], part.waits_for)
-        _run(part.slice, env)
-
-
-def _run(s: Slice, env: dict[Var, Any]) -> None:
-    env.update(zip(s.outputs, s.run(*(env[v] for v in s.inputs)), strict=True))
-
-
-def waiting(gradients: Sequence[jax.Array], shards: Sequence[Shards] = ()) -> tuple[list[jax.Array], jax.Array]:
-    """Make each gradient wait for the one before; return them and a zero that waits for all of them.
-
-    Waiting needs a value that is made of a gradient and used: a number of it, masked to nothing by an opaque zero. Of a
-    gradient that is divided between devices a number of each of them, for one alone would be a collective for each.
-
-    Args:
-      gradients: in the order in which they are made.
-      shards: of each, how it is divided; empty where none is.
-    """
-    zero = opaque(jnp.zeros((), jnp.int32))
-    held, read, kinds = list[jax.Array](), [zero], list[Any]([None])  # numbers of one kind go together
-    for g, parts in zip(gradients, shards or [()] * len(gradients), strict=True):
-        g, read = together((g, read))
-        held.append(g)
-        split = [k for k, n in enumerate(parts) if n > 1]
-        few = [n if k in split else 1 for k, n in enumerate(g.shape)]
-        number = jax.lax.squeeze(jax.lax.slice(g, [0] * g.ndim, few), [k for k in range(g.ndim) if k not in split])
-        kind = (number.shape, parts, typed_sharding(jax.typeof(number))) if split else None
-        number = jnp.real(number).astype(jnp.int32) & zero
-        if kind in kinds:
-            read[kinds.index(kind)] |= number
-        else:
-            kinds, read = [*kinds, kind], [*read, number]
-    return held, functools.reduce(jnp.bitwise_or, (x.max() if x.ndim else x for x in read))
+        s = part.slice
+        env.update(zip(s.outputs, s.run(*(env[v] for v in s.inputs)), strict=True))
 
 
 # ---- slices that do the same to leaves of the same types, traced and lowered once: a network's layers, say
@@ -213,40 +170,3 @@ def functions(
         env.update(zip(p.slice.outputs, results, strict=True))
 
     return run
-
-
-# ---- a slice on some rows of its leaves on disk, which are arrays of their own
-
-
-def part(planned: PlannedPart, names: Names) -> Callable[..., list[Any]]:
-    """``run(start, operands, before)``: the slice's results, for its rows of each shard from ``start`` on.
-
-    Operands and results on the host are just these rows, as arrays of their own; those on the device are whole, in the
-    old buffers. ``before`` has what earlier parts have left of the results that overwrite no operand, and is empty in
-    the first part. The first row is an operand, so one program serves all parts with this number of rows.
-    """
-    s, how, n = planned.of, planned.how, planned.rows
-    buffers = buffers_of(s, how, names)
-    into = [v if old is None else old for v, old in zip(s.outputs, how.buffers, strict=True)]
-    overwritten = [v for v in s.inputs if v in into and not is_host_aval(v.aval)]
-
-    def run(start: Any, operands: Sequence[Any], before: dict[Var, Any]) -> list[Any]:
-        wholes = dict(zip(s.inputs, operands, strict=True))
-        given = {v: x if is_host_aval(v.aval) else buffers.read(v, x, start, n) for v, x in wholes.items()}
-        given |= zip(overwritten, read_once([given[v] for v in overwritten]), strict=True)
-        wholes |= {v: x for v, x in fresh(s, how).items() if not is_host_aval(v.aval)} | before
-        new = _of_rows(planned, [start, *(given[v] for v in s.inputs)], names)
-        stored = buffers.keep(s, how, new, wholes, start)
-        return [stored[v] if v in stored else wholes[v] for v in into]
-
-    return run
-
-
-def _of_rows(planned: PlannedPart, operands: Sequence[Any], names: Names) -> list[Any]:
-    """The slice's results for these rows: through its window, as any slice's."""
-    env: dict[Var, Any] = {**planned.consts, **dict(zip(planned.operands, operands, strict=True))}
-    of_rows = [*zip(planned.of.inputs, planned.operands[1:], strict=True)]
-    of_rows += [(v, new) for v, new in zip(planned.of.outputs, planned.results, strict=True) if isinstance(new, Var)]
-    named = {new: names[v] for v, new in of_rows if v in names}
-    functions([planned.update], named, lowered=True)(planned.update, env)
-    return values_of(env, planned.results)

@@ -20,7 +20,7 @@ from jax_offload._base.arrays import is_array, is_integer, is_like, nbytes
 from jax_offload._base.on_disk import Place
 from jax_offload._base.own_primitives import mark
 from jax_offload._base.paths import matches, names_of, owners
-from jax_offload._plan.order import Order, ranks
+from jax_offload._plan.options import Order, ranks
 
 Select = Any  # None | bool prefix tree | Callable[[str, ShapeDtypeStruct], bool] | str | Sequence[str]
 Governing = tuple[int, Any] | None  # the subtree or rule that governs a parameter, and its value

@@ -11,77 +11,69 @@ import jax
 import jax.numpy as jnp
 
 from jax_offload._base.arrays import nbytes
-from jax_offload._base.jaxprs import Var
+from jax_offload._base.jaxprs import Equation, Var
 from jax_offload._base.memory import is_host_aval
 from jax_offload._ir.primitives import PLACED
 from jax_offload._ir.program import Program
-from jax_offload._ir.slices import Pass, Slice, cut, joined, repeats_effects
+from jax_offload._ir.propagate import Mask, forward, union
+from jax_offload._ir.slices import Pass, Slice, consecutive, cut, joined, repeats_effects
 from jax_offload._ir.trace import LARGE, Backward
-from jax_offload._plan.plan import OnCores, Planned, PlannedPass, Whole, Window
-from jax_offload._plan.serialise import Serialise, serial_of
+from jax_offload._plan.options import Claim
+from jax_offload._plan.plan import OnCores, Planned, PlannedPass, SerialPart, Whole, Window
 from jax_offload._plan.transfers import buffers, transfer_of
 
-# Slices up to this size, or this share of the state, are loaded whole, and the window has room for two and a half.
-# Larger ones go through a window of that size in chunks, which are far too long for the latency of a copy to matter.
+# Slices up to this size, or up to this share of the state, are loaded whole, and the window holds two and a half of
+# them. Larger slices go through a window of that size in chunks, which are too long for a copy's latency to matter.
 DEFAULT_WINDOW, DEFAULT_SHARE = 2**28, 32
-# A slice of more than this share of the state is not loaded whole: a stacked leaf of a small model is all of the
-# state, and there twice while it is updated. Below the least window a copy is only its latency.
+# A slice larger than this share of the state is not loaded whole: one stacked leaf of a small model may be the whole
+# state, and the device would hold it twice during its update. A copy below the least window costs only its latency.
 SMALL_SHARE, LEAST_WINDOW = 8, 2**20
 # Pieces between gates may be half of the state: no two are on the device in full, and XLA runs no loop over chunks
 # beside a matmul.
 GATED_SHARE = 2
-# The window is made for slices up to the size within which this share of the state is: an embedding does not count.
+# A usual slice is one of those that hold this share of the state: an embedding is none.
 USUAL = 0.8
 # Copies of smaller slices hide little, and XLA's scheduler puts off what the backward pass should free for them. They
 # run in a loop of their own, out of its sight.
 LEAST_HIDDEN = 2**23
 SMALL_PIECES = "as pieces this small hide little"
-# So it does wherever a step computes much longer than it moves its state: there nothing holds the gradients' matmuls
-# back, and little is lost by moving the state afterwards. An H200 does 13000 operations while its link moves a byte.
+# XLA also puts matmuls off if a step computes for much longer than it moves its state, as nothing then holds them
+# back. Moving the state afterwards costs little there. An H200 does 13000 operations while its link moves a byte.
 FLOPS_PER_BYTE = 24000
 PUT_OFF = "or XLA would put off the matmuls that make the gradients; jax_offload.jit can hide these transfers"
-
-
-@dataclasses.dataclass(frozen=True)
-class Region:
-    """The host leaves of one ``offload``, and the window that it was given."""
-
-    leaves: frozenset[Var]
-    window: int | None
 
 
 def passes_of(
     program: Program,
     next_of: Mapping[Var, Var],
-    regions: Sequence[Region],
+    claims: Sequence[Claim],
     rank: Callable[[Var], int],
     *,
     manual: bool,
     backward: Backward | None = None,
     gradients: Sequence[Var] = (),
-    serialise: Serialise = Serialise.NONE,
-    on_cores: Set[Var] = frozenset(),
+    take_turns: bool = False,
     gated: bool = False,
 ) -> list[PlannedPass]:
-    """Plan the slices of a traced update; slices larger than their window go in chunks if their rows can be kept apart.
+    """Plan the slices of a traced update. Slices larger than their window go in chunks if their rows can be kept apart.
 
-    There is one pass, and a second one ahead of it for scalars that need the state if that lowers the memory on the
+    Scalars that need the state get a pass of their own, ahead of the other one, if that lowers the memory on the
     device.
 
     Args:
       program: the usual recipe (load all, update, store all) as a program.
       next_of: result -> the operand that it is the next value of.
-      regions: the regions; every host leaf is in one of them.
+      claims: the offloads; every host leaf belongs to one of them.
       rank: a host leaf's place in the order of the backward pass.
       manual: whether the update is traced inside ``shard_map``.
       backward: the passes through the network, where gates in the update are all that holds these back.
       gradients: operands of the program, in the order of the backward pass.
-      serialise: which of them may wait for each other.
-      on_cores: the host leaves that the host's cores update, and with them all of their slices.
+      take_turns: whether they may wait for each other.
       gated: whether each slice runs by itself, between gates of the passes.
     """
     best: tuple[int, list[Pass], list[list[Planned]]] | None = None
-    hosts = frozenset[Var]().union(*(region.leaves for region in regions)) - on_cores
+    on_cores = frozenset[Var]().union(*(claim.on_cores for claim in claims))  # and with them all of their slices
+    hosts = frozenset[Var]().union(*(claim.leaves for claim in claims)) - on_cores
     for scalars_ahead in False, True:
         passes = cut(program, scalars_ahead)
         if scalars_ahead and repeats_effects(program, passes):
@@ -89,13 +81,11 @@ def passes_of(
         found: list[list[Planned]] = [[] for _ in passes]
         enough, most = True, 0
         own_loop = _put_off(backward, program, hosts, {*gradients} & {*passes[0].prelude.inputs})
-        for region in regions:
-            own = [[s for s in p.slices if _region(s, regions) is region] for p in passes]
+        for claim in claims:
+            own = [[s for s in p.slices if _claim(s, claims) is claim] for p in passes]
             stay = [[s for s in slices if not on_cores.isdisjoint(s.loads)] for slices in own]
             own = [[s for s in slices if on_cores.isdisjoint(s.loads)] for slices in own]
-            window, large = _window(
-                region, [s.loaded_bytes for slices in own for s in slices], program, own_loop, gated
-            )
+            window, large = _window(claim, [s.loaded_bytes for slices in own for s in slices], program, own_loop, gated)
             for slices, here, planned in zip(own, stay, found, strict=True):
                 planned += (Planned(s, OnCores(), window) for s in here)
                 fitted = _fitted(slices, next_of, window)
@@ -115,8 +105,8 @@ def passes_of(
         PlannedPass(
             each.prelude,
             _scheduled(slices, rank, next_of),
+            in_turn(each.prelude, gradients) if take_turns or gated else (SerialPart(each.prelude),),
             loop,
-            serial_of(each.prelude, gradients, {*next_of}, serialise, gated=gated),
         )
         for each, slices, loop in zip(passes, found, carried, strict=True)
     ]
@@ -129,22 +119,23 @@ def _in_sight(found: Sequence[Sequence[Planned]]) -> list[list[Planned]]:
     return [[dataclasses.replace(p, window=windows[id(p.window)]) for p in slices] for slices in found]
 
 
-def _region(s: Slice, regions: Sequence[Region]) -> Region:
-    """The region of a slice: among the regions that have leaves in it, the one with the smallest window."""
+def _claim(s: Slice, claims: Sequence[Claim]) -> Claim:
+    """The offload that streams a slice: among those that have leaves in it, the one with the smallest window."""
     loads = set(s.loads)
     return min(
-        (r for r in regions if loads & r.leaves),
-        key=lambda r: math.inf if r.window is None else r.window,
-        default=regions[0],
+        (c for c in claims if loads & c.leaves),
+        key=lambda c: math.inf if c.options.window is None else c.options.window,
+        default=claims[0],
     )
 
 
 def _put_off(backward: Backward | None, program: Program, hosts: Set[Var], ungated: Set[Var]) -> str:
-    """Why no slice can run among the matmuls of the backward pass; empty where they can.
+    """Say why no slice can run among the matmuls of the backward pass; return an empty string if slices can.
 
-    XLA's scheduler does all as late as the copies allow. That is bounded where putting off every gradient takes less
-    than the state that is away, and it is late by little where every gradient is awaited by a load that is not much
-    shorter than the layer's arithmetic: not the ``ungated``, which stay on the device, or which only a norm needs.
+    XLA's scheduler runs everything as late as the copies allow. The memory that this costs is bounded if all gradients
+    that it puts off take less than the state on the host. The delay is short if a load waits for each gradient, and
+    takes about as long as the layer's arithmetic. No load waits for the ``ungated`` gradients: their leaves stay on the
+    device, or only a norm needs them.
     """
     moved = sum(nbytes(v.aval) for v in program.inputs if v in hosts)
     if backward is None or 2 * backward.held <= moved:
@@ -154,17 +145,17 @@ def _put_off(backward: Backward | None, program: Program, hosts: Set[Var], ungat
 
 
 def _window(
-    region: Region, sizes: Sequence[int], program: Program, own_loop: str = "", gated: bool = False
+    claim: Claim, sizes: Sequence[int], program: Program, own_loop: str = "", gated: bool = False
 ) -> tuple[Window, int]:
-    """The window for slices of these bytes, and up to how many bytes at once are not worth a pass of their own."""
+    """Choose the window for slices of these sizes, and the most bytes at once that need no pass of their own."""
     # Where something is divided, collectives are in the scheduler's sight anyway, and small pieces may be. What gathers
     # (ZeRO-1) is a collective itself, beside which nothing would run.
     is_divided = any(math.prod(shards) > 1 for shards in program.shards.values())
     if is_divided and any(eqn.primitive.name in PLACED - {"device_put"} for eqn in program.eqns):
         own_loop = ""
-    if region.window is not None:
-        return Window(region.window, "as given", own_loop=own_loop), region.window
-    state = sum(nbytes(v.aval) // math.prod(program.shards.get(v, ())) for v in region.leaves)
+    if (given := claim.options.window) is not None:
+        return Window(given, "as given", own_loop=own_loop), given
+    state = sum(nbytes(v.aval) // math.prod(program.shards.get(v, ())) for v in claim.leaves)
     default, usual = default_window(state), _usual(sizes)
     largest = min(_large(state), state // GATED_SHARE) if gated else default.nbytes
     fits = usual <= max(largest, default.nbytes)
@@ -176,7 +167,7 @@ def _window(
 
 
 def default_window(state: int) -> Window:
-    """For slices that are larger than it, given the bytes of host leaves on one device."""
+    """The window for slices that are larger than it, given the bytes of host leaves on one device."""
     large, small = _large(state), max(LEAST_WINDOW, state // SMALL_SHARE)
     if small < large:
         return Window(small, "an eighth of the state" if small > LEAST_WINDOW else "1 MiB, the least")
@@ -189,7 +180,7 @@ def _large(state: int) -> int:
 
 
 def _usual(sizes: Sequence[int]) -> int:
-    """Bytes of host leaves, on one device, that a slice needs together: slices up to it are most of them all."""
+    """The size of a usual slice, in bytes of host leaves on one device: slices up to it hold most of the state."""
     sizes = sorted(sizes)
     return next((n for n, so_far in zip(sizes, accumulate(sizes), strict=True) if so_far >= USUAL * sum(sizes)), 0)
 
@@ -231,7 +222,7 @@ def _scheduled(
     for its state. The first chunk of a loop would lie there through all of the backward pass.
     """
     slices = sorted(planned, key=lambda p: min(map(rank, p.slice.loads), default=0))
-    sizes = [p.bytes_in_flight for p in slices]
+    sizes = [p.bytes_at_once for p in slices]
     found: list[Planned] = []
     done = 0
     for k, p in enumerate(slices):
@@ -243,7 +234,7 @@ def _scheduled(
 
 
 def _must_be_back(sizes: Sequence[int], k: int, window: int) -> int:
-    """The last slice that must be stored before slice ``k`` is loaded; -1 where none need be."""
+    """The last slice that must be stored before slice ``k`` is loaded; -1 if there is none."""
     i, in_flight = k, 0
     while i >= 0 and (i == k or in_flight + sizes[i] <= window):
         in_flight += sizes[i]
@@ -252,17 +243,19 @@ def _must_be_back(sizes: Sequence[int], k: int, window: int) -> int:
 
 
 def _token(s: Slice, next_of: Mapping[Var, Var]) -> tuple[Var, ...]:
-    """Its stores, or its part of a scalar where it only computes that.
+    """The completion token of a slice: its stores, or its part of a scalar if it computes nothing else.
 
-    And parameters that it has gathered: otherwise XLA keeps all of them, whole, until the last one exists.
+    Gathered parameters belong to it: otherwise XLA keeps all of them, whole, until the last one exists.
     """
     pins = s.pins
     return (*s.stores, *(v for v in s.outputs if v in pins and v in next_of)) or tuple(s.outputs[:1])
 
 
 def _carried(slices: Sequence[Planned], next_of: Mapping[Var, Var], manual: bool) -> Mapping[Var, Var] | None:
-    """The values that a loop around the slices would carry in place; ``None`` if they need no loop, or cannot have one:
-    host leaves must take the buffers of the values that they replace."""
+    """Map each result to the operand whose buffer it takes in a loop around the slices.
+
+    ``None`` if they need no loop, or cannot have one: host leaves must take the buffers of their old values.
+    """
     if manual or not slices or not all(p.window.own_loop for p in slices) or any(p.slice.jaxpr.effects for p in slices):
         return None
     # XLA rounds arithmetic in float16 where a fusion ends, and a loop moves that: 3 units in the last place.
@@ -273,3 +266,41 @@ def _carried(slices: Sequence[Planned], next_of: Mapping[Var, Var], manual: bool
     fresh = [v for v, old in pairs if old is None]
     extended = any(jnp.issubdtype(v.aval.dtype, jax.dtypes.extended) for v in fresh)
     return None if extended or any(is_host_aval(v.aval) for v in fresh) else carried
+
+
+# ---- gradients in turn
+
+
+def in_turn(prelude: Slice, gradients: Sequence[Var]) -> tuple[SerialPart, ...]:
+    """Divide a prelude into parts, to be run one after the other: each uses a gradient once the one before has been.
+
+    Numbers that need all gradients, such as a norm, take them as the backward pass makes them. Otherwise nothing asks
+    for a gradient before the last one exists, and XLA's latency-hiding scheduler puts the weights' matmuls off to the
+    end of the backward pass: the activations and cotangents that they need are alive for all layers at once.
+
+    Args:
+      prelude: the slice that a pass runs first.
+      gradients: operands of the update, in the order of the backward pass.
+    """
+    needs: dict[Var, Mask] = {v: 1 << i for i, v in enumerate(gradients)}
+    parts: list[list[Equation]] = [[] for _ in range(len(gradients) + 2)]  # none, one after the other, several
+    for eqn in prelude.jaxpr.eqns:
+        mask = union(forward(eqn, needs))
+        needs.update(dict.fromkeys(eqn.outvars, mask))  # of an equation that stands in one part, such as a cond
+        parts[-1 if mask.bit_count() > 1 else mask.bit_length()].append(eqn)
+    if prelude.jaxpr.effects or sum(map(bool, parts[1:-1])) < 2:
+        return (SerialPart(prelude),)
+    slices = consecutive(parts, prelude.outputs, prelude.jaxpr.debug_info, prelude.shards)
+    found: list[SerialPart] = []
+    used: list[Var] = []
+    for gradient, part in zip([None, *gradients, None], slices, strict=True):
+        if part.jaxpr.eqns:
+            found.append(SerialPart(part, gradient, () if gradient is None else tuple(used)))
+            used = used if gradient is None else _small(part, gradient) or used
+    return tuple(found)
+
+
+def _small(s: Slice, gradient: Var) -> list[Var]:
+    """A result that is tiny beside the gradient from which it is made, such as a part of a sum."""
+    few = [v for v in s.outputs if 32 * math.prod(v.aval.shape) <= max(32, math.prod(gradient.aval.shape))]
+    return few[:1]

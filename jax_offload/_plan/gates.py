@@ -9,23 +9,20 @@ next layer is loaded once that value exists.
 from __future__ import annotations
 
 import bisect
-import collections
 import dataclasses
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Sequence, Set
+from collections.abc import Iterator, Sequence
 
 import jax.numpy as jnp
 
 from jax_offload._base.arrays import nbytes
-from jax_offload._base.jaxprs import Equation, Var, flops
+from jax_offload._base.jaxprs import Equation, Var
 from jax_offload._base.memory import is_host_aval
 from jax_offload._ir.primitives import is_cheap
 from jax_offload._ir.propagate import Node, topological
 from jax_offload._ir.slices import Slice
-from jax_offload._plan.decide import FLOPS_PER_BYTE
-from jax_offload._plan.hoist import CannotHoist
-from jax_offload._plan.in_scan import InScan
+from jax_offload._plan.in_scan import CannotHoist, InScan
 from jax_offload._plan.plan import Planned
 
 LEAST_GATES = 4  # with fewer there is nothing to hold back
@@ -191,11 +188,11 @@ class _Spots:
         if groups and ahead and (last := passes.heavy_after(places[-1])) is not None:
             groups.append([last])  # the last stores are through before the backward pass begins, where the peak is
         number = {group[0]: g for g, group in enumerate(groups)}
-        spots = sorted({*places, *number})
-        loaded = {self._released(passes, spots, *pair): self._loads(pair[1]) for pair in itertools.pairwise(groups)}
+        loaded = {
+            before[0]: [v for at in group for v in self.loads(at)] for before, group in itertools.pairwise(groups)
+        }
         found: dict[int, Gate] = {}
-        done, reached = Done(passes.order), -1
-        for at in spots:
+        for at in sorted({*places, *number}):
             g, here = number.get(at), self.at.get(at, [])
             before = [spot for k in groups[g - 1] for spot in self.at.get(k, [])] if g else []
             # what moves nothing is through at once, and within a group the gradients; a store has until the next group
@@ -205,9 +202,7 @@ class _Spots:
                 tokens += [v for spot in here if spot.moves and g is None for v in spot.gradients]
             whose = groups[g] if g is not None and ahead else [at]
             held = [v for k in whose for spot in self.at.get(k, []) for v in spot.held]
-            last = at - 1 if ahead else at
-            front = passes.front(last, done.through([*tokens, *passes.produced_between(reached, last)]))
-            reached = last
+            front = passes.front(at - 1 if ahead else at)
             loads = loaded.get(at, [])
             if front is not None and (loads or tokens):
                 both = dict.fromkeys([*loads, front, *held])
@@ -215,9 +210,9 @@ class _Spots:
         return found
 
     def _groups(self, moving: Sequence[int]) -> list[list[int]]:
-        """Spots whose leaves move together: small ones, up to what several of the large have each.
+        """Group the spots whose leaves move together: small ones, up to the size of a large one.
 
-        One by one they leave the link idle beside attention.
+        One by one they would leave the link idle beside attention.
         """
         sizes = [sum(spot.nbytes for spot in self.at[at]) for at in moving]
         limit = min(sorted(sizes)[-LEAST_GATES:], default=0) * 5 // 4
@@ -230,18 +225,6 @@ class _Spots:
                 groups.append([at])
                 room = limit - size
         return groups
-
-    def _loads(self, group: Sequence[int]) -> list[Var]:
-        return [v for at in group for v in self.loads(at)]
-
-    def _released(self, passes: Network, spots: Sequence[int], before: Sequence[int], group: Sequence[int]) -> int:
-        """The last spot from which the passes hide a group's loads, several times over, or else the one ``before``.
-
-        Where little moves, such as an embedding at the end, they would otherwise arrive long before.
-        """
-        needed = 4 * FLOPS_PER_BYTE * sum(nbytes(v.aval) for v in self._loads(group))
-        between = (k for k in reversed(spots) if before[0] < k < group[0])
-        return next((k for k in between if passes.flops(k, group[0]) >= needed), before[0])
 
 
 # ---- the passes through the network: the values with which they continue, and the values made by a node
@@ -278,7 +261,7 @@ class Piece:
 
 
 def is_heavy(node: Node) -> bool:
-    """Whether a node is part of a pass through the network: a matmul, a loop, a call."""
+    """Whether a node is part of a pass through the network, as a matmul, a loop or a call is."""
     if isinstance(node.payload, Equation):
         return is_heavy_equation(node.payload)
     return node.kept  # a scan with updates inside; an update is none
@@ -304,7 +287,6 @@ class Network:
         self.read = {*outputs}.union(*(node.reads for node in order))
         self.reach: dict[Var, int] = {}  # the last heavy node that needs a value, through cheap ones
         self.first: dict[Var, int] = {}
-        self.readers = collections.defaultdict[Var, set[int]](set)
         for k in reversed(range(len(order))):
             node = order[k]
             if isinstance(node.payload, Piece):
@@ -313,7 +295,6 @@ class Network:
             last = k if here else max((self.reach.get(v, -1) for v in node.makes), default=-1)
             first = k if here else min((self.first[v] for v in node.makes if v in self.first), default=None)
             for v in node.reads:
-                self.readers[v].add(k)
                 if last >= 0:
                     self.reach[v] = max(self.reach.get(v, -1), last)
                 if first is not None:
@@ -322,10 +303,6 @@ class Network:
         for k, node in enumerate(order):
             last = k if is_heavy(node) else max((self.after.get(v, -1) for v in node.reads), default=-1)
             self.after.update(dict.fromkeys(node.makes, last))
-
-        eqns = [node.payload for node in order]
-        work = (flops(e) if isinstance(e, Equation) and is_heavy_equation(e) else 0.0 for e in eqns)
-        self.flops_before = [*itertools.accumulate(work, initial=0.0)]
         self.fronts = [  # what a pass could go on with, and the node that makes it
             (k, v)
             for k, node in enumerate(order)
@@ -343,12 +320,8 @@ class Network:
         return max((self.after.get(v, -1) for v in node.reads), default=-1)
 
     def next_reader(self, node: Node) -> int | None:
-        """The first heavy node that needs a result of a piece."""
+        """The first heavy node that needs a result of a piece; ``None`` if no heavy node does."""
         return min((self.first[v] for v in node.makes if v in self.first), default=None)
-
-    def flops(self, begin: int, end: int) -> float:
-        """Operations of the equations from ``begin`` to ``end``, without the latter."""
-        return self.flops_before[end] - self.flops_before[begin]
 
     def heavy_before(self, k: int) -> int | None:
         return next((m for m in reversed(range(k)) if is_heavy(self.order[m])), None)
@@ -357,9 +330,12 @@ class Network:
         return next((m for m in range(k + 1, len(self.order)) if is_heavy(self.order[m])), None)
 
     def put_off(self) -> Iterator[tuple[int, Var]]:
-        """The values that XLA would put off, with their places: large results of heavy nodes that no heavy node needs
-        (gradients that are returned, or reduced to a norm), and the step's other results (a loss keeps the values that
-        it averages, a bias's gradient the cotangent that it sums), except results of the former or of an update."""
+        """Yield the values that XLA would put off, with their places.
+
+        These are large results of heavy nodes that no heavy node needs, such as gradients that are returned or reduced
+        to a norm, and the step's other results, unless they are made of the former or by an update. A loss keeps the
+        values alive that it averages, and a bias's gradient the cotangent that it sums.
+        """
         own = {v for node in self.order if not isinstance(node.payload, Equation | Piece) for v in node.reads}
         late = set[Var]()
         for k, node in enumerate(self.order):
@@ -378,16 +354,11 @@ class Network:
         defined = [v for node in self.order if isinstance(node.payload, Equation) for v in node.makes]
         return ((self.after[v], v) for v in defined if is_host_aval(v.aval) and self.after[v] >= 0)
 
-    def produced_between(self, k: int, last: int) -> list[Var]:
-        """What the heavy nodes after ``k`` and up to ``last`` make."""
-        return [v for node in self.order[k + 1 : last + 1] if is_heavy(node) for v in node.makes]
-
-    def front(self, k: int, done: Set[int]) -> Var | None:
+    def front(self, k: int) -> Var | None:
         """The value with which a pass continues after node ``k``: its last large value that a later node needs.
 
-        That node must not be ``done`` in front of the gate, or the value would live until there for nothing, as the
-        last activation of a returned loss would. Of several values of the same heavy node it is the smallest: a gate
-        keeps XLA from fusing what makes a value with what reads it.
+        Of several values of the same heavy node it is the smallest: a gate keeps XLA from fusing what makes a value
+        with what reads it.
         """
         end = self.heavy_after(k)
         same: list[tuple[bool, Var]] = []
@@ -395,26 +366,7 @@ class Network:
         for m, v in self._fronts(end):
             if m < produced_after:
                 break
-            if self.reach[v] > k and self.readers[v] - done:
+            if self.reach[v] > k:
                 produced_after = self.after[v] if not same else produced_after
                 same += [(m > k, v)] if self.after[v] == produced_after else []
         return min(same, key=lambda it: (it[0], nbytes(it[1].aval)), default=(False, None))[1]
-
-
-class Done:
-    """The nodes that are in front of a gate; those in front of one are in front of the next."""
-
-    def __init__(self, order: Sequence[Node]) -> None:
-        self.order = order
-        self.maker = {v: k for k, node in enumerate(order) for v in node.makes}
-        self.nodes = set[int]()
-
-    def through(self, values: Iterable[Var]) -> Set[int]:
-        """Add the nodes that make these values, and return all of them."""
-        todo = [*values]
-        while todo:
-            k = self.maker.get(todo.pop())
-            if k is not None and k not in self.nodes:
-                self.nodes.add(k)
-                todo += self.order[k].reads
-        return self.nodes

@@ -15,15 +15,16 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 
 from jax_offload._base.arrays import nbytes
-from jax_offload._base.jaxprs import DropVar, Equation, Literal, Scan, located, scan_of, variables
+from jax_offload._base.jaxprs import Atom, DropVar, Equation, Literal, Scan, located, scan_of, variables
 from jax_offload._base.memory import is_host_aval
 from jax_offload._ir.primitives import ELEMENTWISE, SHAPES
 from jax_offload._ir.program import Program, Var
 from jax_offload._ir.propagate import NEEDS, Mask, Node, forward, groups, needed_for, union
 from jax_offload._ir.propagate import needed as nodes_needed
 from jax_offload._ir.slices import Slice, slice_of
+from jax_offload._plan.in_scan import CannotHoist, InScan, Move
 from jax_offload._plan.plan import RowWise
-from jax_offload._plan.rules import Dependent, Partial, Rows, chunked_dims, rule_of
+from jax_offload._plan.rules import Dependent, Partial, Rows, Where, chunked_dims, rows_like, rule_of
 from jax_offload._plan.transfers import same_type
 
 NEEDS_ALL = "something that needs all gradients, such as their norm, stands between them and their update"
@@ -44,43 +45,6 @@ Dims = list[Rows | None]  # the same of an equation's operands
 DimsOf = Callable[[Equation, Mapping[Var, Rows | None]], Dims | None]
 
 
-class CannotHoist(Exception):
-    """An update does not move; the message says why."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Move:
-    """Equations that move into a scan, and keep the rows of all arrays apart.
-
-    Attributes:
-      slice: its operands are stacked results of the scan, leaves of the state, the parameters, and values known before
-        the scan; its results are the values that the rest of the step reads.
-      how: it runs on the row of an iteration.
-      feeds: results that are read, by rows, by the scan itself.
-    """
-
-    slice: Slice
-    how: RowWise
-    feeds: frozenset[Var] = frozenset()
-
-
-@dataclasses.dataclass(frozen=True)
-class Moves:
-    """Everything that moves into one scan.
-
-    Attributes:
-      moves: the moves, apart where they share nothing.
-      kept: the stacked results that something still needs as a whole.
-      eqns: the equations that are gone from where they were, by identity.
-      why: why other updates do not move.
-    """
-
-    moves: tuple[Move, ...]
-    kept: frozenset[Var]
-    eqns: frozenset[int]
-    why: list[str]
-
-
 @dataclasses.dataclass(frozen=True)
 class Hoist:
     """A scan of a step, into which updates could move.
@@ -89,7 +53,7 @@ class Hoist:
       program: the step, with its updates inlined.
       at: the place of the scan among its equations.
       next_of: result -> the leaf of state or parameters that it is the next value of.
-      waiting: gradient that goes to the host for the next step -> the array there that nothing reads any more.
+      waiting: gradient that goes to the host for the next step -> an array there that nothing reads any longer.
       claimed: the equations that move elsewhere, by identity.
       own: the equations of the updates, by identity.
       read: the variables that scans with other moves read, beyond those in the program's equations.
@@ -109,8 +73,8 @@ class Hoist:
         assert scan is not None
         return scan
 
-    def behind(self) -> Moves:
-        """Return what can move into the scan, which makes the gradients."""
+    def behind(self) -> tuple[InScan | None, list[str]]:
+        """Plan the moves into the scan, which makes the gradients; return also why other updates do not move."""
         eqns, scan, ys = self.program.eqns, self.scan, {*self.scan.ys}
         flow = _flow(eqns, scan, self.at, self.claimed)
         stacked = self._results | {v for eqn in eqns if id(eqn) not in flow.eqns for v in variables(eqn.invars)}
@@ -149,10 +113,15 @@ class Hoist:
         why += dict.fromkeys(flow.blocked[v] for v in self._missed(flow.blocked, moved))
         dropped = {v for v in scan.ys if isinstance(v, DropVar)}
         kept = frozenset(y for y in scan.ys if y in stacked or y not in inside) - dropped
-        return Moves(tuple(moves), kept, frozenset(moved), why)
+        if not moves:
+            return None, why
+        plan = InScan(scan, tuple(moves), tuple(y for y in scan.ys if y in kept), False, frozenset(moved))
+        makers, in_place = made_by(self.program.eqns), {*plan.in_place}
+        again = {k: r for k, x in enumerate(scan.xs) if (r := self._reread(makers, x, in_place))}
+        return dataclasses.replace(plan, reread=again), why
 
-    def ahead(self) -> Moves:
-        """Return what can move into the scan, which reads the new parameters."""
+    def ahead(self) -> tuple[InScan | None, list[str]]:
+        """Plan the moves into the scan, which reads the new parameters; return also why other updates do not move."""
         scan, eqns = self.scan, [eqn for eqn in self.program.eqns[: self.at] if id(eqn) not in self.claimed]
 
         def dims_of(eqn: Equation, needed: Mapping[Var, Rows | None]) -> Dims | None:
@@ -190,7 +159,29 @@ class Hoist:
                 continue
             moves.append(move)
             moved |= inside
-        return Moves(tuple(moves), frozenset(scan.ys), frozenset(moved), why)
+        if not moves:
+            return None, why
+        updated = {v for move in moves for v in move.slice.outputs}
+        fed = {k: x for k, x in enumerate(scan.xs) if not isinstance(x, Literal) and x in updated}
+        return InScan(scan, tuple(moves), tuple(scan.ys), True, frozenset(moved), fed), why
+
+    def _reread(self, makers: Makers, x: Atom, in_place: Set[Var]) -> Move | None:
+        """How rows of one of the scan's ``xs`` are made of rows of operands that the scan overwrites, if they are."""
+        if isinstance(x, Literal):
+            return None
+
+        def dims_of(eqn: Equation, needed: Mapping[Var, Rows | None]) -> Dims | None:
+            return None if any(v in in_place for v in eqn.outvars) else pulled(eqn, needed, self.scan.length)
+
+        try:
+            taken, needed = closure(makers, {x: Rows(0)}, dims_of)
+        except CannotHoist:
+            return None
+        s = slice_of(taken, [x], self.program.debug_info, {})
+        lead = next((v for v in s.inputs if v in in_place), None)
+        if lead is None or (rows := needed[lead]) is None or any(is_host_aval(v.aval) for v in s.inputs):
+            return None
+        return Move(s, RowWise(lead.aval.shape, rows.dim, tuple(needed[v] for v in s.inputs), (Rows(0),), (None,)))
 
     def sums_up(self, gradients: Sequence[Var]) -> str:
         """Say why gradients are sums that the scan carries out of its last iteration; empty where they are not.
@@ -228,7 +219,7 @@ class Hoist:
 
     @functools.cached_property
     def _readers(self) -> Mapping[Var, list[int]]:
-        """For each variable the places of the equations that read it."""
+        """Map each variable to the places of the equations that read it."""
         found = dict[Var, list[int]]()
         for k, eqn in enumerate(self.program.eqns):
             for v in variables(eqn.invars):
@@ -240,7 +231,7 @@ class Hoist:
         return {*self.scan.ys, *variables(self.scan.consts)}
 
     def _is_worth_it(self, v: Var) -> bool:
-        """Whether a leaf moves into the scan: any on the host; on the device one whose rows are large."""
+        """Whether it is worth moving a leaf's update: always for a leaf on the host, else if its rows are large."""
         return is_host_aval(v.aval) or nbytes(v.aval) >= self.scan.length * LEAST_ROW
 
     def _missed(self, blocked: Iterable[Var], moved: Set[int]) -> list[Var]:
@@ -314,7 +305,7 @@ class Hoist:
         rows = {v: d for v, d in zip(s.inputs, dims, strict=True) if d is not None}
         lead = max([v for v in rows if v not in scan.ys] or rows, key=lambda v: nbytes(v.aval))
         shape, axis = lead.aval.shape, rows[lead].dim
-        out_dims = tuple(chunked_dims(s.core.jaxpr, list(dims), scan.length, shape, axis))
+        out_dims = tuple(chunked_dims(s.core.jaxpr, list(dims), Where(scan.length, shape, axis)))
         if any(d is None or (isinstance(d, Rows) and d.per_row > 1) for d in out_dims):
             raise CannotHoist("its rows are merged")
         how = RowWise(shape, axis, dims, out_dims, (None,) * len(out_dims))
@@ -389,13 +380,13 @@ def _flow(eqns: Sequence[Equation], scan: Scan, at: int, claimed: Set[int]) -> _
                 flow.blocked.update(dict.fromkeys(rows, located(why, eqn)))
             continue
         shape, dim = rows[0].aval.shape, flow.dims[rows[0]]
-        known = {v: d for v in ins if v not in later and (d := rows_like(v, shape, dim.dim)) is not None}
+        known = {v: d for v in ins if v not in later and (d := rows_like(v.aval, shape, dim.dim)) is not None}
         if any(flow.known.get(v, d) != d for v, d in known.items()) or (known and dim.per_row > 1):
             flow.blocked.update(dict.fromkeys(rows, located("its rows are merged", eqn)))
             continue
         dims = [None if isinstance(v, Literal) else flow.dims.get(v, known.get(v)) for v in eqn.invars]
         try:
-            out, _ = rule_of(eqn, dims, scan.length, shape, dim.dim)
+            out, _ = rule_of(eqn, dims, Where(scan.length, shape, dim.dim))
         except Dependent as why:
             if eqn.primitive.name not in _HEAVY:
                 why = located(f"its update does not keep layers apart: {why}", eqn)
@@ -415,12 +406,12 @@ def _flow(eqns: Sequence[Equation], scan: Scan, at: int, claimed: Set[int]) -> _
 
 
 def made_by(eqns: Sequence[Equation]) -> Makers:
-    """For each variable the place of the equation that makes it, and the equation."""
+    """Map each variable to the place of the equation that makes it, and to the equation."""
     return {v: (k, eqn) for k, eqn in enumerate(eqns) for v in eqn.outvars}
 
 
 def closure(makers: Makers, wanted: Mapping[Var, Rows | None], dims_of: DimsOf) -> tuple[list[Equation], Places]:
-    """Find the equations that make the rows of some variables, and where the rows of everything that they need are.
+    """Find the equations that make the rows of some variables, and the places of the rows that these equations need.
 
     Args:
       makers: the equations of the program, by what they make.
@@ -464,9 +455,9 @@ def pulled(eqn: Equation, needed: Mapping[Var, Rows | None], size: int, own: Set
     if eqn.primitive.name == "transpose":
         guess: Dims = [Rows(eqn.params["permutation"][dim.dim])]
     else:
-        guess = [None if isinstance(v, Literal) else rows_like(v, shape, dim.dim) for v in eqn.invars]
+        guess = [None if isinstance(v, Literal) else rows_like(v.aval, shape, dim.dim) for v in eqn.invars]
     try:
-        out, _ = rule_of(eqn, guess, size, shape, dim.dim)
+        out, _ = rule_of(eqn, guess, Where(size, shape, dim.dim))
     except Dependent:
         return None
     return guess if all(d == dim for v, d in zip(eqn.outvars, out, strict=True) if v in wanted) else None
@@ -475,8 +466,3 @@ def pulled(eqn: Equation, needed: Mapping[Var, Rows | None], size: int, own: Set
 def _may_run_twice(eqn: Equation) -> bool:
     name = eqn.primitive.name
     return name in ELEMENTWISE or name == "cond" or name in SHAPES
-
-
-def rows_like(v: Var, shape: tuple[int, ...], dim: int) -> Rows | None:
-    """A guess: that an array which begins like one with rows along ``dim`` has them there too."""
-    return Rows(dim) if v.aval.shape[: dim + 1] == shape[: dim + 1] else None

@@ -10,16 +10,35 @@ from collections.abc import Mapping, Sequence
 from jax.sharding import NamedSharding
 
 from jax_offload._base.arrays import nbytes
-from jax_offload._base.jaxprs import Atom, DropVar, Equation, Literal, Scan, flops, variables
+from jax_offload._base.jaxprs import DropVar, Equation, Scan, flops, variables
 from jax_offload._base.memory import is_host_aval
 from jax_offload._ir.program import Program, Var, flat
 from jax_offload._ir.slices import Slice, consecutive, slice_of
-from jax_offload._plan.hoist import CannotHoist, Makers, Move, Moves, closure, made_by, pulled
 from jax_offload._plan.plan import InIterations, Planned, RowWise, Window
 from jax_offload._plan.rules import Dim, Partial, Rows
 
 LEAST_GAIN = 0.95  # of the link's time in two groups, for which it is worth to have three
 Groups = Sequence[Sequence[Var]]
+
+
+class CannotHoist(Exception):
+    """An update does not move; the message says why."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Move:
+    """Equations that move into a scan, and keep the rows of all arrays apart.
+
+    Attributes:
+      slice: its operands are stacked results of the scan, leaves of the state, the parameters, and values known before
+        the scan; its results are the values that the rest of the step reads.
+      how: it runs on the row of an iteration.
+      feeds: results that are read, by rows, by the scan itself.
+    """
+
+    slice: Slice
+    how: RowWise
+    feeds: frozenset[Var] = frozenset()
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
@@ -28,9 +47,10 @@ class InScan:
 
     Attributes:
       scan: the scan.
-      moves: the updates inside.
+      moves: the updates inside, apart where they share nothing.
       kept: results that stay stacked.
       ahead: whether the updates come before the iteration's own arithmetic, which reads their results, or after it.
+      eqns: the equations that are gone from where they were, by identity.
       fed: number of one of the scan's ``xs`` -> the result of an update whose rows it has.
       reread: number of one of the scan's ``xs`` -> how its rows are made again from rows of parameters, where the scan
         overwrites these.
@@ -40,8 +60,9 @@ class InScan:
     moves: tuple[Move, ...]
     kept: tuple[Var, ...]
     ahead: bool
-    fed: Mapping[int, Var]
-    reread: Mapping[int, Move]
+    eqns: frozenset[int]
+    fed: Mapping[int, Var] = dataclasses.field(default_factory=dict[int, Var])
+    reread: Mapping[int, Move] = dataclasses.field(default_factory=dict[int, Move])
 
     def __repr__(self) -> str:  # a jaxpr prints its parameters
         return f"InScan({len(self.moves)} slices)"
@@ -54,8 +75,16 @@ class InScan:
         return list(dict.fromkeys(variables(reads)))
 
     @property
+    def as_written(self) -> Slice:
+        """The scan, and the updates of whole leaves before or after it: what the rewritten scan stands for."""
+        again = [eqn for each in self.reread.values() for eqn in each.slice.jaxpr.eqns]
+        moved = [*{tuple(eqn.outvars): eqn for move in self.moves for eqn in move.slice.jaxpr.eqns}.values()]
+        eqns = [*again, *moved, self.scan.eqn] if self.ahead else [*again, self.scan.eqn, *moved]
+        return slice_of(eqns, self.makes, self.moves[0].slice.jaxpr.debug_info, {})
+
+    @property
     def planned(self) -> list[Planned]:
-        """The updates inside, and the state that they keep on the device at a time: three rows of each leaf."""
+        """The updates inside; their window is three rows of each leaf."""
         row = sum(move.slice.loaded_bytes for move in self.moves) // self.scan.length
         window = Window(3 * row, "the rows of an iteration, of the one before and of the one after it")
         return [Planned(move.slice, InIterations(self.scan.length, self.ahead), window) for move in self.moves]
@@ -133,8 +162,10 @@ class InScan:
 
     @functools.cached_property
     def _in_turn(self) -> tuple[Groups, Phases]:
-        """Two groups, or three where the link then waits less: of three equal leaves, such as masters and two moments,
-        two would go one way while one goes the other."""
+        """Divide the leaves into two groups, or into three if the link then waits less.
+
+        With three equal leaves, such as masters and two moments, two would go one way while one goes the other.
+        """
         body = flat(self.scan.body, opens=lambda _: True)
         two, three = _balanced(self.hosts, 2), _balanced(self.hosts, 3)
         gains = sum(self._times(three)) < LEAST_GAIN * sum(self._times(two))
@@ -169,40 +200,6 @@ class InScan:
         ]
 
 
-def in_scan(program: Program, scan: Scan, moves: Moves, *, ahead: bool) -> InScan:
-    """Plan the moves into a scan of a step."""
-    updated = {v for move in moves.moves for v in move.slice.outputs} if ahead else set[Var]()
-    fed = {k: x for k, x in enumerate(scan.xs) if not isinstance(x, Literal) and x in updated}
-    plan = InScan(scan, moves.moves, tuple(y for y in scan.ys if y in moves.kept), ahead, fed, {})
-    if ahead:
-        return plan
-    makers, in_place = made_by(program.eqns), {*plan.in_place}
-    again = {k: r for k, x in enumerate(scan.xs) if (r := _reread(program, makers, x, scan, in_place))}
-    return dataclasses.replace(plan, reread=again)
-
-
-def _reread(program: Program, makers: Makers, x: Atom, scan: Scan, in_place: set[Var]) -> Move | None:
-    if isinstance(x, Literal):
-        return None
-
-    def dims_of(eqn: Equation, needed: Mapping[Var, Rows | None]) -> list[Rows | None] | None:
-        return None if any(v in in_place for v in eqn.outvars) else pulled(eqn, needed, scan.length)
-
-    try:
-        taken, needed = closure(makers, {x: Rows(0)}, dims_of)
-    except CannotHoist:
-        return None
-    s = slice_of(taken, [x], program.debug_info, {})
-    if not any(v in in_place for v in s.inputs) or any(is_host_aval(v.aval) for v in s.inputs):
-        return None
-    lead = next(v for v in s.inputs if v in in_place)
-    rows = needed[lead]
-    if rows is None:
-        return None
-    dims = tuple(needed[v] for v in s.inputs)
-    return Move(s, RowWise(lead.aval.shape, rows.dim, dims, (Rows(0),), (None,)))
-
-
 def _balanced(hosts: Sequence[Var], count: int) -> Groups:
     """Divide leaves on the host into ``count`` groups of about equal bytes."""
     groups, sizes = [list[Var]() for _ in range(count)], [0] * count
@@ -234,10 +231,10 @@ class Phases:
 
 
 def phases(program: Program, times: Sequence[float]) -> Phases | None:
-    """Cuts behind matmuls, so that each phase has the share of the arithmetic that it has of the transfers' ``times``.
+    """Cut a program behind matmuls, so that phases share its arithmetic as they share the transfers' ``times``.
 
     A phase holds the equations that its last matmul needs. Others above it, such as a weight's gradient, belong to the
-    next one's: XLA for GPUs would run it behind the gate anyway.
+    next phase: XLA for GPUs would run them behind the gate anyway.
 
     Returns:
       ``None`` where there are too few matmuls for more than two phases.
@@ -270,7 +267,7 @@ def phases(program: Program, times: Sequence[float]) -> Phases | None:
 
 
 def _work_needed(eqns: Sequence[Equation], work: Sequence[float]) -> list[set[int]]:
-    """For each equation the places of the equations with matmuls that it needs, including itself."""
+    """Find for each equation the places of the matmuls that it needs, including its own."""
     of, found = dict[Var, set[int]](), list[set[int]]()
     for k, eqn in enumerate(eqns):
         needs = set[int]().union(*(of.get(v, ()) for v in variables(eqn.invars))) | ({k} if work[k] else set[int]())

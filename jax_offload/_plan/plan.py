@@ -10,7 +10,6 @@ from collections.abc import Mapping
 from jax_offload._base.jaxprs import Var
 from jax_offload._ir.slices import Slice
 from jax_offload._plan.rules import Dim, Where
-from jax_offload._plan.serialise import InParts, Serial, SerialPart
 
 SUBLANES = 8  # rows of a tile in a TPU's memory, of whatever dtype
 
@@ -105,7 +104,7 @@ Transfer = Whole | Chunked | InIterations | OnCores
 
 @dataclasses.dataclass(frozen=True)
 class Window:
-    """Bytes of the state on one device at a time while it streams, and why so many.
+    """The number of bytes of the state on one device at a time while it streams, and the reason for it.
 
     Attributes:
       own_loop: why all slices run in a loop of their own, once the backward pass is over; empty where they do not.
@@ -144,14 +143,23 @@ class Planned:
         return isinstance(self.transfer, OnCores)
 
     @property
-    def bytes_in_flight(self) -> int:
-        """Bytes of host leaves on one device while it runs, as the window counts them."""
-        return 0 if self.on_cores else min(self.slice.loaded_bytes, self.window.nbytes)
-
-    @property
     def bytes_at_once(self) -> int:
-        """Bytes of host leaves on one device while it runs, whatever the window."""
+        """Bytes of host leaves on one device while it runs."""
         return self.window.nbytes if self.in_chunks else 0 if self.on_cores else self.slice.loaded_bytes
+
+
+@dataclasses.dataclass(frozen=True)
+class SerialPart:
+    """The part of a prelude that uses one gradient, none, or several.
+
+    Attributes:
+      gradient: the gradient, if it is one.
+      waits_for: values of an earlier part for which the gradient waits; empty if it does not wait.
+    """
+
+    slice: Slice
+    gradient: Var | None = None
+    waits_for: tuple[Var, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -159,21 +167,22 @@ class PlannedPass:
     """Slices that run one after the other, once the prelude, which loads nothing, has run.
 
     Attributes:
+      prelude_parts: the prelude in parts, which run one after the other.
       carried: where they run in a loop of their own, out of sight of XLA's scheduler: result -> the operand whose
         buffer it takes in that loop.
-      serial: how the gradients that the prelude uses take turns; ``None``: they do not.
     """
 
     prelude: Slice
     slices: tuple[Planned, ...]
+    prelude_parts: tuple[SerialPart, ...]
     carried: Mapping[Var, Var] | None = None
-    serial: Serial | None = None
 
     @property
     def in_own_loop(self) -> bool:
         return self.carried is not None
 
     @property
-    def prelude_parts(self) -> tuple[SerialPart, ...]:
-        """The prelude's parts, which run one after the other; the whole prelude if it has no parts."""
-        return self.serial.parts if isinstance(self.serial, InParts) else (SerialPart(self.prelude),)
+    def in_turn(self) -> str:
+        """How the gradients that the prelude uses take turns, in words; empty where they do not."""
+        waiting = sum(bool(part.waits_for) for part in self.prelude_parts)
+        return f"uses gradients in turn, {waiting} of them once the one before has been" if waiting else ""

@@ -72,33 +72,27 @@ class Where(NamedTuple):
         return shape[: self.axis + 1] == self.shape[: self.axis + 1]
 
 
+def rows_like(aval: Aval, shape: tuple[int, ...], dim: int) -> Rows | None:
+    """Guess that an array whose shape begins like another's has its rows there too; its equations confirm that."""
+    return Rows(dim) if aval.shape[: dim + 1] == shape[: dim + 1] else None
+
+
 Dim = Rows | Partial | None  # None: a variable without the chunked axis
 Run = Callable[..., list[Any]]  # an equation on a chunk: of the numbers of its rows and the operands
 Answer = tuple[Sequence[Dim], Run]
 Rule = Callable[[Equation, Sequence[Rows | None], Where], Answer | None]  # of the operands' dimensions
 
 
-@dataclasses.dataclass(frozen=True)
-class Registered:
-    """A rule, and what else is known of its primitive.
-
-    Attributes:
-      makes_rows: asked though no operand has rows, as a result may.
-    """
-
-    answer: Rule
-    makes_rows: bool
+RULES: dict[str, Rule] = {}
+MAKES_ROWS = frozenset(("iota", "broadcast_in_dim"))  # they are asked though no operand has rows, as a result may
 
 
-RULES: dict[str, Registered] = {}
-
-
-def rule(*names: str, makes_rows: bool = False) -> Callable[[Rule], Rule]:
-    """Registers a rule for the primitives of these names: see ``Registered``."""
+def rule(*names: str) -> Callable[[Rule], Rule]:
+    """Register a rule for the primitives of these names."""
 
     def register(answer: Rule) -> Rule:
         assert RULES.keys().isdisjoint(names), f"two rules for one of {names}"
-        RULES.update(dict.fromkeys(names, Registered(answer, makes_rows)))
+        RULES.update(dict.fromkeys(names, answer))
         return answer
 
     return register
@@ -155,7 +149,7 @@ def _without(rows: Rows, removed: Sequence[int]) -> Rows:
 # ---- what may make rows
 
 
-@rule("iota", makes_rows=True)
+@rule("iota")
 def counted(eqn: Equation, dims: Sequence[Rows | None], where: Where) -> Answer:
     params, axis = eqn.params, where.axis
     if not where.begins(params["shape"]):
@@ -172,7 +166,7 @@ def counted(eqn: Equation, dims: Sequence[Rows | None], where: Where) -> Answer:
     return [Rows(axis)], numbered
 
 
-@rule("broadcast_in_dim", makes_rows=True)
+@rule("broadcast_in_dim")
 def broadcast(eqn: Equation, dims: Sequence[Rows | None], where: Where) -> Answer:
     axis, rows, mapped = where.axis, dims[0], eqn.params["broadcast_dimensions"]
     if rows is not None:
@@ -301,14 +295,13 @@ Dims = dict[Var, Dim]
 OTHER_AXES = "some of it is made on a mesh with Auto axes, as random numbers are, and the rest on one with Explicit"
 
 
-def chunked_dims(jaxpr: Jaxpr, dims: Sequence[Dim], size: int, shape: tuple[int, ...], axis: int) -> list[Dim]:
+def chunked_dims(jaxpr: Jaxpr, dims: Sequence[Dim], where: Where) -> list[Dim]:
     """The chunked dimension of every result of ``jaxpr``, given the operands' dimensions.
 
     Args:
       jaxpr: a slice's jaxpr.
       dims: the chunked dimension of each operand.
-      size: the length of the chunked axis.
-      shape, axis: a leaf's shape and its chunked axis. Values broadcast to that shape are computed chunk by chunk.
+      where: the chunked axis. Values broadcast to the shape of the leaf are computed chunk by chunk.
 
     Raises:
       Dependent: some equation mixes rows.
@@ -317,19 +310,16 @@ def chunked_dims(jaxpr: Jaxpr, dims: Sequence[Dim], size: int, shape: tuple[int,
         raise Dependent(OTHER_AXES)
     env: Dims = dict(zip(jaxpr.invars, dims, strict=True))
     for eqn in jaxpr.eqns:
-        env.update(zip(eqn.outvars, rule_of(eqn, _read(env, eqn.invars), size, shape, axis)[0], strict=True))
+        env.update(zip(eqn.outvars, rule_of(eqn, _read(env, eqn.invars), where)[0], strict=True))
     return _read(env, jaxpr.outvars)
 
 
-def run_chunk(
-    jaxpr: Jaxpr, dims: Sequence[Dim], where: tuple[int, tuple[int, ...], int], chunk: jax.Array, *args: Any
-) -> list[Any]:
+def run_chunk(jaxpr: Jaxpr, dims: Sequence[Dim], where: Where, chunk: jax.Array, *args: Any) -> list[Any]:
     """Evaluate ``jaxpr`` on operands whose chunked dimension has only the rows numbered ``chunk``."""
-    size, shape, axis = where
     env: Dims = dict(zip(jaxpr.invars, dims, strict=True))
     values: dict[Var, Any] = dict(zip(jaxpr.invars, args, strict=True))
     for eqn in jaxpr.eqns:
-        out_dims, run = rule_of(eqn, _read(env, eqn.invars), size, shape, axis)
+        out_dims, run = rule_of(eqn, _read(env, eqn.invars), where)
         env.update(zip(eqn.outvars, out_dims, strict=True))
         operands = [v.val if isinstance(v, Literal) else values[v] for v in eqn.invars]
         with eqn.ctx.manager:
@@ -342,9 +332,7 @@ def _read(env: Dims, atoms: Sequence[Atom]) -> list[Dim]:
     return [None if isinstance(v, Literal) else env[v] for v in atoms]
 
 
-def rule_of(
-    eqn: Equation, all_dims: Sequence[Dim], size: int, shape: tuple[int, ...], axis: int
-) -> tuple[Sequence[Dim], Run]:
+def rule_of(eqn: Equation, all_dims: Sequence[Dim], where: Where) -> Answer:
     """For an equation: the chunked dimensions of its results, and how to run it on a chunk.
 
     Raises:
@@ -354,11 +342,11 @@ def rule_of(
     dims = [d for d in all_dims if not isinstance(d, Partial)]
     if len(dims) < len(all_dims):
         raise Dependent(f"{name} of a reduction over all rows")
-    if all(d is None for d in dims) and not (known and known.makes_rows):
+    if all(d is None for d in dims) and name not in MAKES_ROWS:
         return without_rows(eqn)
     if eqn.effects:
         raise Dependent(f"{name} has an effect")
-    answer = known.answer(eqn, dims, Where(size, shape, axis)) if known else None
+    answer = known(eqn, dims, where) if known else None
     if answer is None:
         raise Dependent(name)
     return answer
@@ -375,7 +363,7 @@ def called(eqn: Equation, dims: Sequence[Rows | None], where: Where) -> Answer:
     def run(chunk: jax.Array, *args: Any) -> list[Any]:
         return run_chunk(jaxpr, all_dims, where, chunk, *inner.consts, *args)
 
-    return chunked_dims(jaxpr, all_dims, *where), run
+    return chunked_dims(jaxpr, all_dims, where), run
 
 
 @rule("cond")
@@ -383,7 +371,7 @@ def chosen(eqn: Equation, dims: Sequence[Rows | None], where: Where) -> Answer:
     if dims[0] is not None:
         raise Dependent("cond on a row")
     branches = [_inside(b, dims[1:]) for b in branches_of(eqn)]
-    outs = [chunked_dims(jaxpr, d, *where) for jaxpr, d in branches]
+    outs = [chunked_dims(jaxpr, d, where) for jaxpr, d in branches]
     results = zip(*outs, strict=True)
     merged = [_merged(found, [jaxpr.outvars[k] for jaxpr, _ in branches]) for k, found in enumerate(results)]
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import html
 import itertools
 import json
 import re
@@ -12,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from jax_offload._base import memory as _memory
-from jax_offload._base.text import aligned, html_table, terminal_width
+from jax_offload._base.text import aligned, preformatted, terminal_width
 from jax_offload._placement.placement import Leaf
 from jax_offload._plan.plan import Window
 
@@ -94,7 +93,7 @@ class Placement:
 
     ``jax_offload.placement`` returns it. Sizes are in bytes; the printed table has MiB. It shows one group for each
     memory, reason and way of streaming, the largest first, and one row for leaves that are alike
-    (``['layers_{00..23}']``, ``.{mu,nu}``). It is as wide as the terminal, or 80 columns. A notebook shows it as HTML.
+    (``['layers_{00..23}']``, ``.{mu,nu}``). It is as wide as the terminal, or 80 columns.
 
     Attributes:
       leaves: a ``Leaf`` for every state leaf; for a step, for every argument in host memory.
@@ -179,40 +178,21 @@ class Placement:
 
     def __str__(self) -> str:
         width = terminal_width()
-        lines = _text(_groups(self.leaves), width)
+        lines = _text(self.leaves, width)
         lines.insert(1, "-" * min(width, max(map(len, lines))))
         for sentence in _sentences(self):
             lines += textwrap.wrap(sentence, width, subsequent_indent="  ", break_on_hyphens=False)
         return "\n".join(lines)
 
-    def _repr_html_(self) -> str:
-        groups = _groups(self.leaves)
-        table = [html_table(groups[0][1][0], [(name, rows[1:]) for name, rows in groups], _RIGHT)] if groups else []
-        return "".join([*table, *(f"<p>{html.escape(each)}</p>" for each in _sentences(self))])
+    _repr_html_ = preformatted
 
 
 def _mib(nbytes: int) -> str:
     return f"{nbytes / 2**20:.2f}"
 
 
-def _groups(leaves: tuple[Leaf, ...]) -> list[tuple[str, list[tuple[str, ...]]]]:
-    """For each memory, reason and way of streaming a description, a header and rows; the largest first."""
-    groups: dict[tuple[str, str, str], list[Row]] = {}
-    for row in folded(leaves):
-        leaf = row.leaves[0]
-        groups.setdefault((_memory_of(leaf), leaf.why, leaf.streams), []).append(row)
-    by_size = sorted(groups.items(), key=lambda group: -sum(row.nbytes for row in group[1]))
-    on_a_mesh = any(leaf.sharding for leaf in leaves)
-    return [(_heading(*what, rows), [_HEADER if on_a_mesh else _unsharded(_HEADER), *(
-        _cells(row) if on_a_mesh else _unsharded(_cells(row)) for row in rows)]) for what, rows in by_size]  # fmt: skip
-
-
 def _memory_of(leaf: Leaf) -> str:
     return "disk" if leaf.disk else _memory.HOST_KIND if leaf.host else _memory.DEVICE_KIND
-
-
-def _heading(memory: str, why: str, streams: str, rows: list[Row]) -> str:
-    return f"{memory}, {_mib(sum(row.nbytes for row in rows))} MiB: {'; '.join(filter(None, (why, streams)))}"
 
 
 def _cells(row: Row) -> tuple[str, ...]:
@@ -221,14 +201,18 @@ def _cells(row: Row) -> tuple[str, ...]:
     return _mib(row.nbytes), str(len(row.leaves)), shape, str(leaf.dtype), leaf.sharding, row.path
 
 
-def _unsharded(cells: tuple[str, ...]) -> tuple[str, ...]:
-    return (*cells[:_SHARDING], *cells[_SHARDING + 1 :])
+def _text(leaves: tuple[Leaf, ...], width: int) -> list[str]:
+    """Return the header, and for each memory, reason and way of streaming a heading with its rows, the largest first.
 
-
-def _text(groups: list[tuple[str, list[tuple[str, ...]]]], width: int) -> list[str]:
-    """The header; then each group's heading, and its rows below it. A path that is too long has a line of its own."""
-    header = groups[0][1][0] if groups else _unsharded(_HEADER)
-    rows = [header, *(row for _, (_, *of_group) in groups for row in of_group)]
+    A path that is too long has a line of its own. Without a mesh there is no column for shardings.
+    """
+    groups: dict[tuple[str, str, str], list[Row]] = {}
+    for row in folded(leaves):
+        groups.setdefault((_memory_of(row.leaves[0]), row.leaves[0].why, row.leaves[0].streams), []).append(row)
+    by_size = sorted(groups.items(), key=lambda group: -sum(row.nbytes for row in group[1]))
+    rows = [_HEADER, *(_cells(row) for _, of_group in by_size for row in of_group)]
+    if not any(leaf.sharding for leaf in leaves):
+        rows = [(*row[:_SHARDING], *row[_SHARDING + 1 :]) for row in rows]
     facts = aligned([row[:-1] for row in rows], _RIGHT)
     margin = 2 + max(map(len, facts)) + 2
     lines = iter([
@@ -237,7 +221,9 @@ def _text(groups: list[tuple[str, list[tuple[str, ...]]]], width: int) -> list[s
         for fact, (*_, path) in zip(facts, rows, strict=True)
     ])  # fmt: skip
     found = next(lines)
-    for heading, (_, *of_group) in groups:
+    for (memory, why, streams), of_group in by_size:
+        said = "; ".join(filter(None, (why, streams)))
+        heading = f"{memory}, {_mib(sum(row.nbytes for row in of_group))} MiB: {said}"
         found += textwrap.wrap(heading, width, subsequent_indent="    ", break_on_hyphens=False)
         found += [line for _ in of_group for line in next(lines)]
     return found

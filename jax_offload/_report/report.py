@@ -21,9 +21,9 @@ from jax_offload._base.shardings import shards_of
 from jax_offload._emit.find import updates_in
 from jax_offload._emit.region import Update
 from jax_offload._placement.placement import Leaf, unmanaged
-from jax_offload._plan.by_rows import DiskGroups, disk_groups
 from jax_offload._plan.options import claimed, merged
 from jax_offload._plan.plan import Planned
+from jax_offload._plan.transfers import from_disk
 from jax_offload._report.callables import opened, unwrapped
 from jax_offload._report.printed import ARGUMENT, Placement
 from jax_offload._state.state import abstract_leaves, placed_leaves
@@ -46,7 +46,7 @@ def _in_guessed_order(update: Update) -> bool:
 
 
 def _shardings(update: Update, of_step: bool) -> Iterator[str]:
-    known = merged(update.claims)
+    known = merged([each.options for each in update.claims])
     by_sharding: dict[str, list[str]] = {}
     for path in sorted(known.remembered):
         sharding = known.shardings[path]
@@ -177,7 +177,7 @@ def _argument(path: str, x: Any) -> Leaf:
 def _in_turn(updates: Sequence[Update]) -> tuple[str, ...]:
     """How the preludes of these updates take gradients in turn, in words."""
     passes = [each for update in updates for each in update.passes]
-    return tuple(dict.fromkeys(text for each in passes if each.serial is not None and (text := str(each.serial))))
+    return tuple(dict.fromkeys(each.in_turn for each in passes if each.in_turn))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -187,7 +187,7 @@ class _Loads:
     Attributes:
       of: each of the leaves that it returns.
       put: which of them the step itself moves to the device, as it does where an update runs ahead of a scan.
-      parts: of a slice, by its id, how it comes from disk.
+      from_disk: of a slice, by its id, how it comes from disk, if it does.
       times: of a slice, by its id, how often it runs, in scans of the step.
       unlisted: slices that load none of these.
       stays: why updates are not within the passes.
@@ -195,21 +195,16 @@ class _Loads:
 
     of: list[list[Planned]] = dataclasses.field(default_factory=list[list[Planned]])
     put: Sequence[bool] = ()
-    parts: dict[int, DiskGroups] = dataclasses.field(default_factory=dict[int, DiskGroups])
+    from_disk: dict[int, str] = dataclasses.field(default_factory=dict[int, str])
     times: dict[int, int] = dataclasses.field(default_factory=dict[int, int])
     unlisted: list[Planned] = dataclasses.field(default_factory=list[Planned])
     stays: tuple[str, ...] = ()
 
     def how(self, p: Planned) -> str:
         """Describe a planned slice in words."""
-        parts, times = self.parts.get(id(p)), self.times.get(id(p), 1)
-        transfer, n, files = str(p.transfer), len(p.slice.loads), "" if parts is None else str(parts)
-        if parts is not None and len(parts.sizes) > 1:
-            transfer, files = files, ""
-        elif parts is not None and parts.why and transfer.endswith(parts.why):
-            files = "from disk as a whole too"
+        transfer, n, times = self.from_disk.get(id(p)) or str(p.transfer), len(p.slice.loads), self.times.get(id(p), 1)
         together, iterations = f"{n} leaves together" if n > 1 else "", f"in each of {times} iterations"
-        return ", ".join(filter(None, [transfer, together, files, iterations if times > 1 else ""]))
+        return ", ".join(filter(None, [transfer, together, iterations if times > 1 else ""]))
 
     @property
     def elsewhere(self) -> tuple[str, ...]:
@@ -267,7 +262,7 @@ def _loads(traced: Any) -> _Loads:
     return _Loads(
         of=[[] if isinstance(v, jex.Literal) else index[v] for v in leaves],
         put=[not isinstance(v, jex.Literal) and v in put for v in leaves],
-        parts={id(p): disk_groups(p, u.next_values, u.on_disk) for u in updates if u.on_disk for p in u.planned},
+        from_disk={id(p): from_disk(p, u.next_values, u.on_disk) for u in updates if u.on_disk for p in u.planned},
         times={id(p): each.times for each in found for p in each.update.planned},
         unlisted=unlisted,
         stays=tuple(dict.fromkeys(why for update in updates for why in update.stays)),

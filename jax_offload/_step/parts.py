@@ -16,8 +16,8 @@ from jax_offload._ir.program import Program
 from jax_offload._ir.propagate import Mask, Node, forward, needed, topological, union
 from jax_offload._ir.slices import Slice, slice_of
 from jax_offload._plan.gates import Gate, Piece, in_turn, interleaved
-from jax_offload._plan.hoist import MICROBATCHES, CannotHoist, Hoist
-from jax_offload._plan.in_scan import InScan, in_scan
+from jax_offload._plan.hoist import MICROBATCHES, Hoist
+from jax_offload._plan.in_scan import CannotHoist, InScan
 from jax_offload._plan.plan import Chunked
 from jax_offload._step.canonical import canonical
 from jax_offload._step.inlined import Inlined, inlined, opened
@@ -110,28 +110,25 @@ def _reading_updated(plain: Program) -> list[int]:
 def _decided(found: Inlined, apart: bool = False) -> Parts:
     """Decide where the update runs. ``apart``: whether an iteration runs apart, and continues the sums."""
     step, plans, moved = found, dict[int, InScan](), set[int]()
-    scans = [
-        (at, scan) for at, eqn in enumerate(step.program.eqns) if (scan := scan_of(eqn)) is not None and scan.length
-    ]
+    scans = [at for at, eqn in enumerate(step.program.eqns) if (scan := scan_of(eqn)) is not None and scan.length]
     stay_behind, stay_ahead, summing = dict[int, list[str]](), list[str](), list[int]()
-    for at, scan in reversed(scans):
+    for at in reversed(scans):
         hoist = Hoist(step.program, at, step.next_of, step.waiting, claimed=moved)
-        moves = hoist.behind()
-        stay_behind[at] = moves.why
-        if not moves.moves and not apart and (how := hoist.sums_up(step.gradients)):
-            moves.why.append(how)
+        plan, stay_behind[at] = hoist.behind()
+        if plan is not None:
+            plans[at] = plan
+            moved |= plan.eqns
+        elif not apart and (how := hoist.sums_up(step.gradients)):
+            stay_behind[at].append(how)
             summing.append(at)
-        if moves.moves:
-            plans[at] = in_scan(step.program, scan, moves, ahead=False)
-            moved |= moves.eqns
-    for at, scan in scans:
+    for at in scans:
         if at not in plans and id(step.program.eqns[at]) not in moved:
             read = {v for plan in plans.values() for v in plan.operands}
-            moves = Hoist(step.program, at, step.next_of, claimed=moved, own={*step.own}, read=read).ahead()
-            stay_ahead += moves.why
-            if moves.moves:
-                plans[at] = in_scan(step.program, scan, moves, ahead=True)
-                moved |= moves.eqns
+            plan, why = Hoist(step.program, at, step.next_of, claimed=moved, own={*step.own}, read=read).ahead()
+            stay_ahead += why
+            if plan is not None:
+                plans[at] = plan
+                moved |= plan.eqns
     awaited = _awaited(step, stay_behind, moved)
     stays = [*(why for at in stay_behind if at in awaited for why in stay_behind[at]), *stay_ahead]
     step = dataclasses.replace(step, stays=tuple(dict.fromkeys(stays)))
@@ -266,7 +263,7 @@ def _pieces(step: Inlined, rest: Rest) -> list[Node]:
         eqns = [eqn.replace(invars=[renamed(given, v) for v in eqn.invars]) for eqn in s.jaxpr.eqns]
         return slice_of(eqns, s.outputs, recipe.debug_info, step.program.shards)
 
-    found = [Piece(in_step(part.slice), None, tuple(v for v in part.slice.outputs if v in update.results)[:1])
+    found = [Piece(in_step(part.slice), None, tuple(v for v in part.slice.outputs if v in update.next_values)[:1])
              for part in only.prelude_parts]  # fmt: skip
     for p in only.slices:
         s = in_step(p.slice)

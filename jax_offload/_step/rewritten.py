@@ -38,7 +38,7 @@ from jax_offload._base.memory import is_host_aval, on_host
 from jax_offload._base.on_disk import READ, WRITE, is_on_disk
 from jax_offload._emit.chunks import or_batched
 from jax_offload._emit.find import holds_driven_update, holds_update, is_update
-from jax_offload._emit.hoisted import one_after_the_other, scanned
+from jax_offload._emit.hoisted import scanned
 from jax_offload._emit.region import Update, bound, marked
 from jax_offload._emit.rows import Names
 from jax_offload._emit.run import functions
@@ -179,15 +179,15 @@ def _as_run(part: Part) -> Runs:
 def _results_of(part: Slice | InScan | Rest | Piece, env: Mapping[Var, Any], names: Names) -> Iterable[tuple[Var, Any]]:
     """The results of a part."""
     if isinstance(part, InScan):
-        makes = part.makes
+        makes, as_written = part.makes, part.as_written
 
         def inside(*operands: Any) -> list[Any]:
             produced = scanned(part, dict(zip(part.operands, operands, strict=True)), names)
             return [produced[v] for v in makes]
 
         def one_by_one(*operands: Any) -> list[Any]:
-            produced = one_after_the_other(part, dict(zip(part.operands, operands, strict=True)))
-            return [produced[v] for v in makes]
+            given = dict(zip(part.operands, operands, strict=True))
+            return as_written.run(*(given[v] for v in as_written.inputs))
 
         run = or_batched(inside, one_by_one)
         given = [env[v] for v in part.operands]

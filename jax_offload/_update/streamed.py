@@ -34,12 +34,10 @@ from jax_offload._emit.find import holds_update, updates_in, without_updates
 from jax_offload._emit.region import Update, bound
 from jax_offload._ir.branches import without_branches
 from jax_offload._ir.program import Program, Var, flat, without_round_trips
-from jax_offload._ir.trace import are_constrained, backward_of, production_order
+from jax_offload._ir.trace import LARGE, are_constrained, backward_of, production_order
 from jax_offload._placement.arguments import check_on_device
 from jax_offload._placement.zero import resharded
-from jax_offload._plan.options import Claim, Options, claimed, merged
-from jax_offload._plan.order import ranks
-from jax_offload._plan.serialise import Serialise, is_large
+from jax_offload._plan.options import Claim, Options, claimed, merged, ranks
 
 
 def streamed(
@@ -65,23 +63,11 @@ def streamed(
     if options is not None:
         args = (resharded(updates, options.partitions, params), state, params, *rest)
     trace = traced(recipe, args, options)
-    if options is not None and options.partitions and not types_tell(updates):
-        trace = dataclasses.replace(trace, sharded=_ungathered(trace, updates, options.partitions))
-    given = merged(trace.claims)
+    given = merged([each.options for each in trace.claims])
     if given.partitions and options is None and not types_tell(updates):
         args = (resharded(updates, given.partitions, params), state, params, *rest)
     update = _update(trace, given, updates, state, params, next_of)
     return jax.tree.unflatten(trace.out_tree, bound(update, trace.operands(args)))
-
-
-def part_of_recipe(fun: Callable[..., Any], *args: Any) -> tuple[Any, Options]:
-    """Call ``fun(*args)`` in a recipe that is being traced; return its result and what its offloads know.
-
-    On Auto axes updates that ZeRO-1 divides stay divided: the recipe gathers the values computed from them.
-    """
-    trace = traced(fun, args)
-    update = Update(trace.sharded or trace.program, (), Serialise.NONE, {}, {}, trace.claims, {}, is_manual())
-    return jax.tree.unflatten(trace.out_tree, bound(update, trace.operands(args))), merged(trace.claims)
 
 
 def _update(traced: Traced, given: Options, updates: Any, state: Any, params: Any, next_of: tuple[int, ...]) -> Update:
@@ -99,31 +85,15 @@ def _update(traced: Traced, given: Options, updates: Any, state: Any, params: An
     return Update(
         program,
         tuple(traced.position[i] for i in order if i in traced.position),
-        _serialise(given, updates, produced),
+        _take_turns(given, updates),
         named | {new: named[old] for new, old in next_values.items() if old in named},
         next_values,
         traced.claims,
         own,
         is_manual(),
-        traced.sharded,
         backward=backward_of(jax.tree.leaves(updates)),
         ordered=produced is not None,
     )
-
-
-def _ungathered(traced: Traced, updates: Any, partitions: Layouts) -> Program:
-    """Leave out the equations at the end of the program that gather the updates.
-
-    The program's first results are the updates, leaf for leaf: an optimizer keeps their tree.
-    """
-    program = traced.program
-    gathered = {eqn.outvars[0]: eqn.invars[0] for eqn in program.eqns if eqn.primitive.name == "sharding_constraint"}
-    outputs = list(program.outputs)
-    for k, (path, _) in enumerate(jax.tree_util.tree_flatten_with_path(updates)[0]):
-        out = outputs[k]
-        if key_of(path) in partitions and not isinstance(out, Literal):
-            outputs[k] = gathered.get(out, out)
-    return dataclasses.replace(program, outputs=outputs)
 
 
 def _next_values(
@@ -162,7 +132,7 @@ def _in_order(traced: Traced, updates: Any, owner_of: Sequence[int | None], prod
     for k, i in enumerate(owner_of):
         at = traced.position.get(start + k)
         if at is not None and i is not None and (claim := of.get(traced.inputs[at])) is not None:
-            said.setdefault(i, claim.options.order_key)
+            said.setdefault(i, claim.options.order)
     rank = ranks(updates, updates, None, produced)
     in_order = sorted(range(len(rank)), key=rank.__getitem__)
     orders = dict.fromkeys(order for order in said.values() if order)
@@ -174,14 +144,14 @@ def _in_order(traced: Traced, updates: Any, owner_of: Sequence[int | None], prod
     return in_order
 
 
-def _serialise(options: Options, updates: Any, produced: list[int] | None) -> Serialise:
-    """Return which gradients wait for each other.
+def _take_turns(options: Options, updates: Any) -> bool:
+    """Whether gradients may wait for each other.
 
-    None do if a gradient may be divided between devices in an unknown way, or only while it is updated (ZeRO-1).
+    Not if one is divided between devices, by a known sharding or an unknown one, or while it is updated (ZeRO-1): each
+    part of a norm would be a collective.
     """
-    found = Serialise.SUMS if produced is None else Serialise.ALL
     leaves = jax.tree_util.tree_flatten_with_path(updates)[0]
-    large = [(key_of(path), x) for path, x in leaves if is_array(x) and is_large(x)]
+    large = [(key_of(path), x) for path, x in leaves if is_array(x) and x.size >= LARGE]
     several = [x for _, x in large if devices_of(x) > 1]
     constrained = dict(zip(map(id, several), are_constrained(several), strict=True))
     for key, x in large:
@@ -189,11 +159,9 @@ def _serialise(options: Options, updates: Any, produced: list[int] | None) -> Se
         explicit = typed is not None and is_explicit(typed.mesh)
         sharding = typed if explicit else options.partitions.get(key) or options.shardings.get(key)
         unknown = id(x) in constrained and (sharding is None or constrained[id(x)])
-        if unknown or key in options.partitions:
-            return Serialise.NONE
-        if math.prod(shards_of(sharding, x.shape)) > 1:
-            found = Serialise.DIVIDED if found is not Serialise.SUMS else Serialise.NONE
-    return found
+        if unknown or key in options.partitions or math.prod(shards_of(sharding, x.shape)) > 1:
+            return False
+    return True
 
 
 def _shards(options: Options, updates: Any, state: Any, params: Any) -> list[Shards | None]:
@@ -236,7 +204,6 @@ class Traced:
     trees: tuple[Any, ...]
     arrays: list[int]
     claims: tuple[Claim, ...] = ()
-    sharded: Program | None = None
 
     @property
     def inputs(self) -> list[Var]:
@@ -287,9 +254,7 @@ def traced(recipe: Callable[..., Any], args: tuple[Any, ...], options: Options |
     found = updates_in(jaxpr) if any(map(holds_update, jaxpr.jaxpr.eqns)) else []
     inside = [(each, each.update) for each in found if isinstance(each.update, Update)]
     program = without_branches(without_updates(jaxpr) if inside else without_round_trips(flat(jaxpr)))
-    divided = any(update.sharded for _, update in inside)
-    sharded = without_branches(without_updates(jaxpr, sharded=True)) if divided else None
-    trace = Traced(program, out_tree[0], tuple(treedef.children()), arrays, sharded=sharded)
+    trace = Traced(program, out_tree[0], tuple(treedef.children()), arrays)
     claims = []
     if options is not None:
         start, end = trace.starts[1:3]

@@ -6,15 +6,16 @@ from typing import Any
 
 import optax
 
-from jax_offload._base.around import compiled_where_eager
+from jax_offload._base.around import compiled_where_eager, gathering
 from jax_offload._base.memory import loaded
 from jax_offload._base.on_disk import opened
 from jax_offload._base.own_primitives import collector_waits
 from jax_offload._base.shardings import types_tell
 from jax_offload._placement.arguments import check_managed, check_not_in_multi_steps, check_transformation
+from jax_offload._plan.options import merged
 from jax_offload._precision.masters import applied_to_masters
 from jax_offload._update.recipe import checked_skip, old_where, replicated_into, sharded_params, where_it_was
-from jax_offload._update.streamed import part_of_recipe, streamed
+from jax_offload._update.streamed import streamed
 
 
 @compiled_where_eager(like=lambda tx, grads, state, params, **_: params)
@@ -65,15 +66,14 @@ def update_params(
     state, stored = opened(state)
 
     def recipe(grads: Any, state: Any, params: Any, extra_args: Any, skip: Any) -> Any:
-        def update(grads: Any, state: Any, params: Any, extra_args: Any) -> Any:
+        old, (grads, params, extra_args) = params, loaded((grads, params, extra_args))
+        with gathering() as options:
             try:
-                return tx.update(grads, state, params, **extra_args)
+                updates, after = tx.update(grads, state, params, **extra_args)
             except ValueError as error:
                 check_managed(state, error)
                 raise
-
-        old, (grads, params, extra_args) = params, loaded((grads, params, extra_args))
-        (updates, after), given = part_of_recipe(update, grads, state, params, extra_args)
+        given = merged(options)
         new = applied_to_masters(params if types_tell(updates) else sharded_params(params, given), updates, after)
         new, after = old_where(skip, (params, state), (replicated_into(params, new, given), after))
         return where_it_was(new, old), after

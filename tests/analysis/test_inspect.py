@@ -174,8 +174,8 @@ def test_the_options_of_the_steps_own_jit():
 
     more = jo.compiler_options("cuda")
     assert waits(jax.jit, compiler_options=more) < 0.9 * waits(jax.jit)
-    assert waits(jo.jit, compiler_options={}) == waits(jax.jit)
-    assert waits(jo.jit) == waits(jo.jit, compiler_options=more)
+    assert waits(jo.jit, compiler_options={}) == pytest.approx(waits(jax.jit))
+    assert waits(jo.jit) == pytest.approx(waits(jo.jit, compiler_options=more))
 
 
 # On purpose: by a step, its optimizer, where the state is; and what is said of it.
@@ -264,7 +264,7 @@ def test_how_it_prints():
         assert words in text
     assert max(map(len, text.splitlines())) < 140
     shown = report._repr_html_()
-    assert shown.count("<table") == text.count("\n\n") + 1 and "state[0].mu[&#x27;w0" in shown
+    assert shown.startswith("<pre>device: h200") and "state[0].mu[&#x27;w0" in shown
     as_dict = report.to_dict()
     assert len(as_dict["transfers"]) == 120 and as_dict["peak"] == report.peak and as_dict["timeline"]["chip"] == "h200"
 

@@ -23,6 +23,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 import jax_offload as jo
 from tests.aot import zoo
+from tests.aot.harness import on_a_fixed_link
+from tests.aot.kinds import alternating, simultaneous
 from tests.aot.model import loss as toy_loss
 from tests.aot.model import two_by_two
 
@@ -44,12 +46,13 @@ class Row:
     """One compiled step.
 
     Attributes:
-      model: a key of ``MODELS`` or ``TWO``.
+      model: a key of ``MODELS`` or ``STEPS``.
       tokens: tokens per step and device.
       optimizer: a name that says the options, and what makes the optimizer.
       way: ``"jit"``, ``"jo.jit"``, ``"pipelined"`` or ``"pipelined, gradients on the host"``.
       target: the chip.
-      mesh: ``""`` for one device; ``"fsdp"``, ``"zero-1"`` or ``"replicated"`` for four.
+      mesh: ``""`` for one device; for four ``"fsdp"``, ``"layers"`` (divided along the first axis), ``"zero-1"`` or
+        ``"replicated"``.
     """
 
     model: str
@@ -74,6 +77,27 @@ def stack(layers: int, *shape: int) -> Callable[[], tuple[Tree, Any, Any]]:
 def unrolled(layers: int, width: int) -> Callable[[], tuple[Tree, Any, Any]]:
     params = {f"w{k:03d}": (width, width) for k in range(layers)}
     return lambda: (params, lambda tokens: ((tokens, width), jnp.float32), toy_loss)
+
+
+def shuffled(layers: int, width: int) -> Callable[[], tuple[Tree, Any, Any]]:
+    """Unrolled layers whose names are not in the order in which they run."""
+    names = [f"w{(7 * k) % layers:02d}" for k in range(layers)]
+
+    def loss(params: Tree, x: jax.Array) -> jax.Array:
+        layer = jax.checkpoint(lambda x, w: jnp.tanh(x @ w))
+        for name in names:
+            x = layer(x, params[name])
+        return (x**2).mean()
+
+    params = dict.fromkeys(names, (width, width))
+    return lambda: (params, lambda tokens: ((tokens, width), jnp.float32), loss)
+
+
+def matrix(rows: int, columns: int) -> Callable[[], tuple[Tree, Any, Any]]:
+    def loss(params: Tree, x: jax.Array) -> jax.Array:
+        return ((x @ params["w"]) ** 2).mean()
+
+    return lambda: ({"w": (rows, columns)}, lambda tokens: ((tokens, rows), jnp.float32), loss)
 
 
 def transformer(
@@ -110,9 +134,9 @@ def transformer(
     return lambda: (params, lambda tokens: ((tokens // zoo.CONTEXT, zoo.CONTEXT + 1), jnp.int32), loss)
 
 
-def of_zoo(name: str) -> Callable[[], tuple[Tree, Any, Any]]:
+def of_zoo(make: Callable[..., zoo.Model], **options: Any) -> Callable[[], tuple[Tree, Any, Any]]:
     def built() -> tuple[Tree, Any, Any]:
-        model = zoo.MODELS[name]()
+        model = make(**options)
         return model.params, model.batch, model.loss
 
     return built
@@ -128,46 +152,78 @@ MODELS: dict[str, tuple[Callable[[], tuple[Tree, Any, Any]], Any]] = {
     "GPT 1.3B scanned": (transformer(24, 2048, 16, 5504, 50304), jnp.float32),
     "Gemma 2B scanned": (transformer(18, 2048, 8, 16384, 256128), jnp.float32),
     "MoE scanned": (transformer(8, 2048, 16, 5504, 32000, experts=8), jnp.float32),
-    "ViT": (of_zoo("vit"), jnp.float32),
-    "GPT unrolled, bfloat16": (of_zoo("gpt"), jnp.bfloat16),
-    "ConvNet, bfloat16": (of_zoo("convnet"), jnp.bfloat16),
-    "MLP with biases and norms": (of_zoo("mlp"), jnp.float32),
+    "24x4096^2 unrolled, names not in order": (shuffled(24, 4096), jnp.float32),
+    "588x1280": (matrix(588, 1280), jnp.float32),  # on a TPU 12 rows are left behind the last whole chunk
+    "ViT": (of_zoo(zoo.vit), jnp.float32),
+    "ViT, checkpointed": (of_zoo(zoo.vit, checkpoint=True, mapped=False), jnp.bfloat16),
+    "GPT unrolled, bfloat16": (of_zoo(zoo.gpt), jnp.bfloat16),
+    "ConvNet, bfloat16": (of_zoo(zoo.convnet), jnp.bfloat16),
+    "MLP with biases and norms": (of_zoo(zoo.mlp), jnp.float32),
 }
 
 
-def network(params: jax.Array, x: jax.Array) -> jax.Array:
-    layer = jax.checkpoint(lambda x, w: jnp.tanh(x @ w))
-    return jax.lax.scan(lambda x, w: (layer(x, w), None), x, params)[0]
+def two_networks(step_of: Callable[..., Any]) -> Callable[[Row], tuple[Any, tuple[Any, ...]]]:
+    def made(row: Row) -> tuple[Any, tuple[Any, ...]]:
+        a, b, tx, ty = on_one(12, 4096, 4096), on_one(12, 4096, 4096), row.optimizer[1](), row.optimizer[1]()
+        step = jo.jit(step_of(tx, ty), donate_argnums=(0, 1, 2, 3))
+        return step, (a, b, jo.abstract_state(tx, a), jo.abstract_state(ty, b), on_one(row.tokens, 4096))
+
+    return made
 
 
-def both(a: jax.Array, b: jax.Array, x: jax.Array) -> jax.Array:
-    return (network(b, network(a, x)) ** 2).mean()
+def three_in_a_scan(row: Row) -> tuple[Any, tuple[Any, ...]]:
+    """Three steps in one, each of which is rewritten as a step of its own."""
+    tx, params = row.optimizer[1](), {"w": on_one(8, 4096, 4096)}
+
+    def step(params: Tree, state: Tree, xs: Any) -> Any:
+        def one(carry: Any, x: Any) -> Any:
+            return jo.update_params(tx, jax.grad(toy_loss)(carry[0], x), carry[1], carry[0]), None
+
+        return jax.lax.scan(one, (params, state), xs)[0]
+
+    args = params, jo.abstract_state(tx, params), on_one(3, row.tokens, 4096)
+    return jo.jit(step, donate_argnums=(0, 1)), args
 
 
-def simultaneous(tx: Any, ty: Any) -> Callable[..., Any]:
-    """Two networks, an optimizer for each, both updated from one backward pass."""
+def of_microbatches(row: Row) -> tuple[Any, tuple[Any, ...]]:
+    """Four microbatches in a scan, turned round: the first one hosts the update."""
+    tx, params = row.optimizer[1](), {"w": on_one(12, 2, 4096, 4096)}
 
-    def step(a: Tree, b: Tree, s: Tree, t: Tree, x: Any) -> Any:
-        ga, gb = jax.grad(both, (0, 1))(a, b, x)
-        (a, s), (b, t) = jo.update_params(tx, ga, s, a), jo.update_params(ty, gb, t, b)
-        return a, b, s, t
+    def step(params: Tree, state: Tree, batches: Any) -> Any:
+        def add(total: Tree, x: Any) -> Any:
+            value, grads = jax.value_and_grad(two_by_two)(params, x)
+            return jax.tree.map(jnp.add, total, grads), value
 
-    return step
+        grads = jax.lax.scan(add, jax.tree.map(jnp.zeros_like, params), batches)[0]
+        return jo.update_params(tx, grads, state, params)
+
+    args = params, jo.abstract_state(tx, params), on_one(4, row.tokens, 4096)
+    return jo.pipelined(step, donate_argnames=("params", "state")), args
 
 
-def alternating(tx: Any, ty: Any) -> Callable[..., Any]:
-    """Two networks, the second one's gradient taken where the first one is new, as in a GAN."""
+def of_a_moved_state(row: Row) -> tuple[Any, tuple[Any, ...]]:
+    """A trainer has moved the state to the device: it goes home in the step."""
+    tx, params = row.optimizer[1](), {f"w{k:03d}": on_one(4096, 4096) for k in range(16)}
+    home = jo.abstract_state(tx, params)
+    moved = jax.tree.map(lambda x: x.update(sharding=x.sharding.with_memory_kind("device")), home)
 
-    def step(a: Tree, b: Tree, s: Tree, t: Tree, x: Any) -> Any:
-        a, s = jo.update_params(tx, jax.grad(both)(a, b, x), s, a)
-        b, t = jo.update_params(ty, jax.grad(both, 1)(a, b, x), t, b)
-        return a, b, s, t
+    def step(params: Tree, state: Tree, x: Any) -> Any:
+        updates, state = tx.update(jax.grad(toy_loss)(params, x), state, params)
+        return optax.apply_updates(params, updates), state
 
-    return step
+    out = jax.tree.map(lambda x: x.sharding, (params, home))
+    return jax.jit(step, donate_argnums=(0, 1), out_shardings=out), (params, moved, on_one(row.tokens, 4096))
 
 
 PAIR = "two networks of 12x4096^2"
-TWO = {f"{PAIR}, simultaneous": simultaneous, f"{PAIR}, alternating": alternating}
+MOVED = "16x4096^2 unrolled, the state moved to the device"
+STEPS: dict[str, Callable[[Row], tuple[Any, tuple[Any, ...]]]] = {
+    f"{PAIR}, simultaneous": two_networks(simultaneous),
+    f"{PAIR}, alternating": two_networks(alternating),
+    "8x4096^2 scanned, three steps in a scan": three_in_a_scan,
+    "12x(2x4096^2) scanned, four microbatches": of_microbatches,
+    MOVED: of_a_moved_state,
+}
 RESIDENT = ("resident", lambda: ADAMW)
 OFFLOAD = ("adamw", lambda: jo.offload(ADAMW))
 CLIP = ("clipped adamw", lambda: jo.offload(CLIPPED))
@@ -181,6 +237,18 @@ CORES = ("adamw on the cores", lambda: jo.offload(ADAMW, update_on="host"))
 DISK = ("adamw on disk", lambda: jo.offload(ADAMW, disk=jo.disk(tempfile.mkdtemp())))
 FACTORED = ("adafactor", lambda: jo.offload(optax.adafactor(1e-3)))
 LAMB = ("lamb", lambda: jo.offload(optax.lamb(1e-3)))
+LION = ("lion", lambda: jo.offload(optax.lion(1e-3)))
+FINITE = ("apply_if_finite of clipped", lambda: jo.offload(optax.apply_if_finite(CLIPPED, 3)))
+MULTI = ("MultiSteps", lambda: jo.offload(optax.MultiSteps(ADAMW, 2)))
+MULTI_CLIP = ("MultiSteps of clipped", lambda: jo.offload(optax.MultiSteps(CLIPPED, 2)))
+MULTI_SKIP = (
+    "MultiSteps that skips",
+    lambda: jo.offload(optax.MultiSteps(CLIPPED, 2, should_skip_update_fn=optax.skip_not_finite)),
+)
+PRODIGY = ("prodigy", lambda: jo.offload(optax.contrib.prodigy(1.0)))
+ZERO_CLIP = ("clipped adamw, ZeRO-1", lambda: jo.offload(CLIPPED, shard_over="data"))
+THIRD_ON_CORES = ("adamw, 0.3 on the cores", lambda: jo.offload(ADAMW, update_on=0.3))
+HALF_ON_CORES = ("adamw, half on the cores", lambda: jo.offload(ADAMW, update_on=0.5))
 
 SCANNED, PAIRS = "24x4096^2 scanned", "12x(2x4096^2) scanned"
 LAYERS, TWELVE = "24x4096^2 unrolled", "12x4096^2 unrolled"
@@ -217,14 +285,38 @@ ROWS = [
     Row("12x4096^2 scanned", 512, ZERO, "jo.jit", H200, "zero-1"),
     Row("12x4096^2 scanned", 512, ("clipped adamw", lambda: jo.offload(CLIPPED)), "pipelined", H200, "fsdp"),
     *(Row("12x4096^2 scanned", 512, OFFLOAD, way, V5E) for way in ("jit", "jo.jit")),
-    *(Row(model, MANY, OFFLOAD) for model in TWO),
-]
+    *(Row(model, MANY, OFFLOAD) for model in STEPS if model.startswith(PAIR)),
+    Row(LAYERS, 512, CLIP_OUTSIDE, "jit"),
+    *(Row(LAYERS, 512, each, "jit") for each in (MULTI, FINITE, LION)),
+    *(Row(SCANNED, 512, each, "jit") for each in (LAMB, MULTI_CLIP, MULTI_SKIP, FINITE, PRODIGY)),
+    Row("24x4096^2 unrolled, names not in order", 512, OFFLOAD, "jit"),
+    Row("588x1280", 64, ("adamw, a window of 1 MiB", lambda: jo.offload(ADAMW, window=2**20)), "jit", V5E),
+    Row("8x4096^2 scanned, three steps in a scan", MANY, OFFLOAD),
+    Row("12x(2x4096^2) scanned, four microbatches", MANY, CLIP, "pipelined"),
+    Row(MOVED, 512, OFFLOAD, "jit"),
+    Row(LAYERS, MANY, CORES),
+    Row(LAYERS, MANY, THIRD_ON_CORES),
+    Row("GPT unrolled, bfloat16", MANY, HALF_ON_CORES),
+    Row("12x4096^2 scanned", MANY, OFFLOAD, "jo.jit", H200, "fsdp"),
+    Row("12x4096^2 scanned", MANY, ZERO, "jo.jit", H200, "zero-1"),
+    Row("12x4096^2 scanned", 512, OFFLOAD, "jo.jit", H200, "layers"),
+    *(Row(TWELVE, 512, each, "jit", H200, "zero-1") for each in (ZERO, ZERO_CLIP)),
+    *(Row(model, MANY, ZERO_CLIP, "pipelined", H200, "zero-1") for model in (PAIRS, TWELVE)),
+    *(Row(model, MANY, CLIP, "pipelined", H200, "fsdp") for model in (PAIRS, TWELVE)),
+    Row("ViT, checkpointed", 4096, ("adamw, fraction 0.25", lambda: jo.offload(ADAMW, fraction=0.25)), "jit", H200,
+        "fsdp"),
+]  # fmt: skip
 
 
 @functools.cache
 def mesh_of(n: int) -> Mesh:
     """Devices that stand for the chip's: ``inspect`` takes the chip from ``target``."""
     return Mesh(np.array(jax.devices("cpu")[:n]), ("data",))
+
+
+def on_one(*shape: int) -> jax.ShapeDtypeStruct:
+    """An array of float32 on one device."""
+    return jax.ShapeDtypeStruct(shape, jnp.float32, sharding=NamedSharding(mesh_of(1), P(), memory_kind="device"))
 
 
 def abstract(row: Row) -> tuple[Tree, Any, Any]:
@@ -236,8 +328,9 @@ def abstract(row: Row) -> tuple[Tree, Any, Any]:
 
     def leaf(shape: tuple[int, ...]) -> jax.ShapeDtypeStruct:
         spec = [None] * len(shape)
-        if row.mesh == "fsdp" and len(shape) > 1:
-            spec[1] = "data"  # pyright: ignore[reportArgumentType]
+        if row.mesh in ("fsdp", "layers") and len(shape) > 1:
+            first = 1 if row.mesh == "fsdp" else 0
+            spec[next(k for k in range(first, len(shape)) if shape[k] % n == 0)] = "data"  # pyright: ignore
         return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, P(*spec), memory_kind="device"))
 
     params = jax.tree.map(leaf, shapes, is_leaf=lambda x: isinstance(x, tuple))
@@ -248,8 +341,8 @@ def abstract(row: Row) -> tuple[Tree, Any, Any]:
 
 def compiled(row: Row) -> dict[str, float]:
     """A row of the table: MiB per device, milliseconds (simulated), and the share of the link's time exposed."""
-    if row.model in TWO:
-        return measured(*two_networks(row), row.target)
+    if row.model in STEPS:
+        return measured(row, *STEPS[row.model](row))
     params, batch, loss = abstract(row)
     tx = row.optimizer[1]()
 
@@ -260,12 +353,7 @@ def compiled(row: Row) -> dict[str, float]:
             return optax.apply_updates(params, updates), state, value
         return *jo.update_params(tx, grads, state, params), value
 
-    if row.optimizer[0].startswith("resident"):
-        state = jax.eval_shape(tx.init, params)
-        like = jax.tree.leaves(params)[0].sharding
-        state = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=like.update(spec=P())), state)
-    else:
-        state = jo.abstract_state(tx, params)
+    state = jo.abstract_state(tx, params)
     if row.way.startswith("pipelined"):
         gradients = "host" if "host" in row.way else "device"
         jitted: Any = jo.pipelined(step, donate_argnames=("params", "state"), gradients=gradients)
@@ -274,22 +362,14 @@ def compiled(row: Row) -> dict[str, float]:
     else:
         options = jo.compiler_options("tpu" if row.target == V5E else "cuda")
         jitted = jax.jit(step, donate_argnums=(0, 1), compiler_options=options)
-    return measured(jitted, (params, state, batch), row.target)
+    return measured(row, jitted, (params, state, batch))
 
 
-def two_networks(row: Row) -> tuple[Any, tuple[Any, ...]]:
-    like = NamedSharding(mesh_of(1), P(), memory_kind="device")
-    a, b = (jax.ShapeDtypeStruct((12, 4096, 4096), jnp.float32, sharding=like) for _ in range(2))
-    x = jax.ShapeDtypeStruct((row.tokens, 4096), jnp.float32, sharding=like)
-    tx, ty = row.optimizer[1](), row.optimizer[1]()
-    step = jo.jit(TWO[row.model](tx, ty), donate_argnums=(0, 1, 2, 3))
-    return step, (a, b, jo.abstract_state(tx, a), jo.abstract_state(ty, b), x)
-
-
-def measured(step: Any, args: tuple[Any, ...], target: str) -> dict[str, float]:
-    found = jo.inspect(step, *args, target=target)
+def measured(row: Row, step: Any, args: tuple[Any, ...]) -> dict[str, float]:
+    found = jo.inspect(step, *args, target=row.target, chip=on_a_fixed_link(row.target))
     t = found.timeline
     assert t is not None
+    assert row.optimizer[0].startswith("resident") or row.model == MOVED or not found.errors, found.errors
     return {
         "peak": round(found.peak / MIB, 1),
         "host": round(found.host / MIB, 1),
@@ -297,6 +377,7 @@ def measured(step: Any, args: tuple[Any, ...], target: str) -> dict[str, float]:
         "stored": round(found.stored / MIB, 1),
         "step_ms": round(t.step * 1e3, 2),
         "exposed": round(t.exposed / t.link if t.link else 0.0, 3),
+        **({"collectives_ms": round(t.collectives * 1e3, 2)} if row.mesh else {}),
     }
 
 
@@ -312,9 +393,9 @@ def worse(now: dict[str, float], before: dict[str, float]) -> list[str]:
         found.append(f"peak {before['peak']} -> {now['peak']} MiB")
     if now["exposed"] > before["exposed"] + EXPOSED:
         found.append(f"exposed {before['exposed']} -> {now['exposed']}")
-    for way in ("loaded", "stored"):
-        if now[way] > before[way] * 1.01 + 1:
-            found.append(f"{way} {before[way]} -> {now[way]} MiB")
+    for name in ("host", "loaded", "stored", "collectives_ms"):
+        if name in now and now[name] > before[name] * 1.01 + 1:
+            found.append(f"{name} {before[name]} -> {now[name]}")
     return found
 
 

@@ -7,21 +7,15 @@ program with kernels looks as well hidden as one with copies, and took twice as 
 import re
 
 import jax
-import jax.numpy as jnp
 import optax
 import pytest
 
 import jax_offload as jo
-from tests.aot.harness import H200, require, scheduled
+from tests.aot.harness import H200, array, require, scheduled
 from tests.aot.model import loss, step_of, two_by_two
 
 LAYERS, WIDTH, TOKENS = 6, 2048, 4096
 CLIPPED = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
-
-
-def abstract(*shape):
-    place = jax.sharding.SingleDeviceSharding(jax.devices()[0], memory_kind="device")
-    return jax.ShapeDtypeStruct(shape, jnp.float32, sharding=place)
 
 
 def program(way):
@@ -29,8 +23,8 @@ def program(way):
     clipped = way == "pipelined"
     tx = jo.offload(CLIPPED if clipped else optax.adamw(1e-3))
     shape = (LAYERS, 2, WIDTH, WIDTH) if clipped else (LAYERS, WIDTH, WIDTH)
-    params = {"w": abstract(*shape)}
-    args = params, jo.abstract_state(tx, params), abstract(TOKENS, WIDTH)
+    params = {"w": array(*shape)}
+    args = params, jo.abstract_state(tx, params), array(TOKENS, WIDTH)
     step = step_of(tx, two_by_two if clipped else loss, update_params=True)
     if clipped:
         jitted, args, _ = jo.pipelined(step, donate_argnames=("params", "state")).turned(*args)
@@ -68,9 +62,9 @@ def test_graphs_are_concurrent_where_one_scan_moves_the_state(unrolled, concurre
     """Compiled with the option and without, the two peaks differ; the step's own is that of one of them."""
     require(H200)
     tx = jo.offload(optax.adamw(1e-3))
-    leaf = abstract(WIDTH, WIDTH)
-    params = {f"w{k}": leaf for k in range(LAYERS)} if unrolled else {"w": abstract(LAYERS, WIDTH, WIDTH)}
-    args = params, jo.abstract_state(tx, params), abstract(TOKENS, WIDTH)
+    leaf = array(WIDTH, WIDTH)
+    params = {f"w{k}": leaf for k in range(LAYERS)} if unrolled else {"w": array(LAYERS, WIDTH, WIDTH)}
+    args = params, jo.abstract_state(tx, params), array(TOKENS, WIDTH)
     step = step_of(tx, loss, update_params=True)
     with_it, without = (
         peak(step, args, compiler_options=jo.compiler_options("cuda", in_scan=x)) for x in (True, False)

@@ -37,16 +37,6 @@ class Model:
     loss: Callable[[Any, jax.Array], jax.Array]
     dtype: Any = DTYPE
 
-    def abstract(self, tokens: int, sharding: Any) -> tuple[Any, Any]:
-        """Parameters and batch."""
-        params = jax.tree.map(
-            lambda shape: jax.ShapeDtypeStruct(shape, self.dtype, sharding=sharding),
-            self.params,
-            is_leaf=lambda x: isinstance(x, tuple),
-        )
-        shape, dtype = self.batch(tokens)
-        return params, jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
-
 
 def norm(x: jax.Array, scale: jax.Array) -> jax.Array:
     y = x.astype(jnp.float32)
@@ -103,17 +93,13 @@ def gpt(layers: int = 6, width: int = 2048, heads: int = 16, kv_heads: int = 4) 
     return Model(params, lambda tokens: ((tokens // CONTEXT, CONTEXT + 1), jnp.int32), loss)
 
 
-def vit(
-    layers: int = 8, width: int = 1024, *, checkpoint: bool = False, fused: bool = False, mapped: bool = True
-) -> Model:
-    """Biases everywhere; q, k and v from one matrix, or from three.
+def vit(layers: int = 8, width: int = 1024, *, checkpoint: bool = False, mapped: bool = True) -> Model:
+    """Biases everywhere.
 
     ``mapped``: attention takes one image at a time, which gathers images that are divided between devices.
     """
     size = 64
-    qkv = {"qkv": (width, 3 * width), "qkv_bias": (3 * width,)}
-    if not fused:
-        qkv = {n: (width, width) for n in "qkv"} | {f"{n}_bias": (width,) for n in "qkv"}
+    qkv = {n: (width, width) for n in "qkv"} | {f"{n}_bias": (width,) for n in "qkv"}
     block = qkv | {
         "o": (width, width), "o_bias": (width,), "up": (width, 4 * width), "up_bias": (4 * width,),
         "down": (4 * width, width), "down_bias": (width,), "norm_1": (2, width), "norm_2": (2, width),
@@ -123,10 +109,7 @@ def vit(
 
     def apply(x: jax.Array, p: Params) -> jax.Array:
         y = layer_norm(x, *p["norm_1"])
-        if fused:
-            q, k, v = jnp.split(y @ p["qkv"] + p["qkv_bias"], 3, -1)
-        else:
-            q, k, v = (y @ p[n] + p[f"{n}_bias"] for n in "qkv")
+        q, k, v = (y @ p[n] + p[f"{n}_bias"] for n in "qkv")
         q, k, v = (a.reshape(*x.shape[:2], -1, size) for a in (q, k, v))
         x = x + attend(q, k, v, False, mapped).reshape(x.shape) @ p["o"] + p["o_bias"]
         y = jax.nn.gelu(layer_norm(x, *p["norm_2"]) @ p["up"] + p["up_bias"])
@@ -192,6 +175,3 @@ def mlp(layers: int = 8, width: int = 4096) -> Model:
         return (x.astype(jnp.float32) ** 2).mean()
 
     return Model(params, lambda tokens: ((tokens, width), DTYPE), loss)
-
-
-MODELS: dict[str, Callable[[], Model]] = {"gpt": gpt, "vit": vit, "convnet": convnet, "mlp": mlp}

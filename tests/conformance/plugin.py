@@ -1,11 +1,7 @@
 """A pytest plugin under which optax's own tests meet offloaded optimizers. ``run.py`` starts it.
 
 Every optax function that returns a ``GradientTransformation`` is replaced, in every optax module and before
-the test modules are imported, by one whose result is wrapped as the column asks:
-
-    plain    not at all
-    offload  by ``jax_offload.offload``
-    recipe   by the usual recipe: the whole state to the device, update, the whole state back
+the test modules are imported, by one whose result is wrapped by ``jax_offload.offload``; in the column "plain" by none.
 
 The outermost transformation that a test makes is the one that is wrapped, as ``offload(chain(...))``. The other order
 is compared with plain optax by ``tests/test_equivalence.py``.
@@ -33,7 +29,6 @@ import jax_offload
 
 METHOD = os.environ["CONFORMANCE_COLUMN"]
 REPORT = os.environ["CONFORMANCE_REPORT"]
-MESH = os.environ["CONFORMANCE_MESH"] == "1"
 SELECT = os.environ["CONFORMANCE_SELECT"].splitlines()  # regular expressions: labels in which each is found run
 ONLY = os.environ["CONFORMANCE_ONLY"]  # a file with the ids to run, one a line; all where it is empty
 
@@ -45,29 +40,11 @@ _plain: dict[base.GradientTransformation, base.GradientTransformation] = {}  # w
 # Wrapping
 
 
-def usual_recipe(inner: base.GradientTransformation) -> base.GradientTransformationExtraArgs:
-    """The whole state to the device, ``inner.update``, the whole state back: rank-0 leaves and all."""
-    inner = optax.with_extra_args_support(inner)
-
-    def move(space: jax.memory.Space, tree: Any) -> Any:
-        return jax.tree.map(lambda x: jax.device_put(x, space), tree)
-
-    def init(params):
-        return move(jax.memory.Space.Host, inner.init(params))
-
-    def update(updates, state, params=None, **extra_args):
-        state = move(jax.memory.Space.Device, state)
-        updates, state = inner.update(updates, state, params, **extra_args)
-        return updates, move(jax.memory.Space.Host, state)
-
-    return base.GradientTransformationExtraArgs(init, update)
-
-
 def wrap(inner: base.GradientTransformation) -> base.GradientTransformation:
-    """``inner`` wrapped as the column asks, counting the updates that are handed host memory."""
+    """``inner`` offloaded, counting the updates that are handed host memory."""
     # A transformation may make others in its own ``init`` and ``update``.
     quiet = type(inner)(within_optax(inner.init), within_optax(inner.update))
-    tx = usual_recipe(quiet) if METHOD == "recipe" else jax_offload.offload(quiet, min_bytes=0)
+    tx = jax_offload.offload(quiet, min_bytes=0)
 
     @functools.wraps(tx.update)
     def update(updates, state, params=None, **extra_args):
@@ -180,7 +157,7 @@ def pytest_configure(config: pytest.Config) -> None:
 def one_device_mesh(request: pytest.FixtureRequest) -> Iterator[None]:
     """Commits every array: jax commits the outputs of whatever touches host memory, so inputs that are not
     would compile a second time, on the second call."""
-    if not MESH or "pmap" in request.node.name:  # pmap brings a mesh of its own and refuses this one
+    if "pmap" in request.node.name:  # pmap brings a mesh of its own and refuses this one
         yield
         return
     kinds = (jax.sharding.AxisType.Auto,)

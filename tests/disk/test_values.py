@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 import jax_offload as jo
 from jax_offload._base.on_disk import is_on_disk
 from jax_offload._drive import stages
-from jax_offload._plan import by_rows
+from jax_offload._plan import transfers as by_rows
 from tests.support.trees import assert_close, assert_equal, handles, read
 
 pytestmark = [

@@ -5,8 +5,6 @@ The hooks are the decisions which part runs where: no public option breaks these
 
 import dataclasses
 
-import jax
-import optax
 import pytest
 
 import jax_offload as jo
@@ -15,21 +13,9 @@ from jax_offload._emit.find import is_update
 from jax_offload._interop import pending
 from jax_offload._ir.slices import Slice
 from jax_offload._step import rewritten
-from tests.support.pipelined import (
-    advance,
-    assert_close,
-    assert_placed,
-    batch,
-    copied,
-    loop,
-    parameters,
-    pipelined,
-    step_of,
-)
-from tests.support.trees import FAST
+from tests.support.steps import ADAMW, assert_as_plain, offloaded, step_of
 
 pytestmark = pytest.mark.filterwarnings("always:jax_offload")
-BATCHES = [batch(k) for k in range(3)]
 
 
 def without_a_part(parts):
@@ -53,8 +39,9 @@ BROKEN = {
 }
 
 
+@pytest.mark.parametrize("way", [jo.jit, jo.pipelined])
 @pytest.mark.parametrize("kind", BROKEN)
-def test_a_broken_policy_costs_time_and_no_number(kind, monkeypatch):
+def test_a_broken_policy_costs_time_and_no_number(kind, way, monkeypatch):
     broken, why = BROKEN[kind]
     decided = rewritten.parts_of
 
@@ -63,24 +50,9 @@ def test_a_broken_policy_costs_time_and_no_number(kind, monkeypatch):
         return None if found is None else dataclasses.replace(found, parts=broken(found.parts))
 
     monkeypatch.setattr(rewritten, "parts_of", parts_of)
-    params, tx = parameters(), jo.offload(optax.adamw(1e-2), min_bytes=0)  # whose update moves into the scan
-    inner = optax.adamw(1e-2)
-    wanted, _ = loop(step_of(inner, "update"), (params, inner.init(params)), BATCHES)
-    step, state = step_of(tx), tx.init(params)
-    jitted, got = jo.jit(step, donate_argnums=(0, 1), compiler_options=FAST), copied((params, state))
-    with pytest.warns(UserWarning, match=f"the step runs as written, .* its rewriting failed .{why}"):
-        *got, _ = jitted(*got, BATCHES[0])
-    for each in BATCHES[1:]:
-        *got, _ = jitted(*got, each)
-    train = pipelined(step)
     with pytest.warns(UserWarning, match=f"its rewriting failed .{why}"):
-        carry, _ = advance(train, copied((params, state)), BATCHES)
-    ours = train.finish(carry)
-    for new, after in (got, ours):
-        assert_close(new, wanted[-1][0], 1e-4)
-        assert_placed(new, params)
-        assert_placed(after, state)
-    assert "its rewriting failed" in str(jo.placement(jitted, params, state, jax.tree.map(lambda x: x, BATCHES[0])))
+        table = assert_as_plain(step_of, offloaded(ADAMW), ADAMW, way)
+    assert "its rewriting failed" in str(table)
 
 
 def test_a_broken_cut_of_a_driven_step_costs_time_and_no_number(monkeypatch):
@@ -92,18 +64,10 @@ def test_a_broken_cut_of_a_driven_step_costs_time_and_no_number(monkeypatch):
         return dataclasses.replace(step, stages=step.stages[1:])
 
     monkeypatch.setattr(driven, "in_segments", in_segments)
-    inner, params = optax.adamw(1e-2), parameters()
-    tx = jo.offload(inner, min_bytes=0, update_on="host")
-    wanted, _ = loop(step_of(inner, "update"), (params, inner.init(params)), BATCHES)
-    got = copied((params, tx.init(params)))
-    jitted = jo.jit(step_of(tx), donate_argnums=(0, 1), compiler_options=FAST)
     with pytest.warns(
         UserWarning, match="runs in fewer programs, .* its rewriting failed .CannotRewrite: a part reads"
     ):
-        *got, _ = jitted(*got, BATCHES[0])
-    for each in BATCHES[1:]:
-        *got, _ = jitted(*got, each)
-    assert_close(got[0], wanted[-1][0], 1e-4)
+        assert_as_plain(step_of, offloaded(ADAMW, update_on="host"), ADAMW)
 
 
 def with_an_early_load(program, found):
@@ -127,11 +91,7 @@ def with_another_memory(program, found):
 def test_gradients_that_cannot_wait_on_the_host_wait_on_the_device(broken, why, monkeypatch):
     of_update = pending._of_update
     monkeypatch.setattr(pending, "_of_update", lambda program, *args: broken(program, of_update(program, *args)))
-    params, tx, inner = parameters(), jo.offload(optax.adamw(1e-2), min_bytes=0), optax.adamw(1e-2)
-    wanted, _ = loop(step_of(inner, "update"), (params, inner.init(params)), BATCHES)
-    train = pipelined(step_of(tx), gradients="host")
     with pytest.warns(
         UserWarning, match=f"gradients wait on the device, as its rewriting failed .CannotRewrite: {why}"
     ):
-        carry, _ = advance(train, copied((params, tx.init(params))), BATCHES)
-    assert_close(train.finish(carry)[0], wanted[-1][0], 1e-4)
+        assert_as_plain(step_of, offloaded(ADAMW), ADAMW, jo.pipelined, gradients="host")

@@ -1,44 +1,77 @@
-"""``jo.jit``: what an update must move past, every model, optimizer and change of gradients, by ``update`` and without.
+"""``jo.jit``: which of the random steps move into the scan that makes their gradients, choice by choice.
 
-Traced only, so that none is left out. What comes of it is in ``test_values``, for 20 steps and fewer of them.
+Traced only. That their numbers are right: tests/test_random_steps.py.
 """
 
-import itertools
+import tempfile
+import warnings
+from pathlib import Path
 
 import pytest
 
 import jax_offload as jo
-from tests.support.in_scan import MODEL, assert_moved, model_of
-from tests.support.steps import GRADIENTS, LOGS, MODELS, OPTIMIZERS, Case, batch
+from tests.support.random_steps import FIELDS, Step, complete, rest_of
+from tests.support.steps import moved
 
-BY_UPDATE = pytest.param(True, marks=pytest.mark.long("as by update_params"), id="update")
-UPDATE = pytest.mark.parametrize("update", [pytest.param(False, id="update_params"), BY_UPDATE])
-# factored moments of what is not factored: a leaf of one element
-NO_ROWS = {"adafactor": ("v_row['layers_b']", "v_col['layers_b']", "v['layers_w']")}
-
-
-def assert_moves(case, stays=()):
-    model, tx = model_of(case.model), case.tx()
-    params = model.init(case.dtype)
-    step = jo.jit(case.step(tx, model.loss), donate_argnums=(0, 1))
-    assert_moved(step, params, tx.init(params), batch(0, model.width), stays=stays)
-
-
-@UPDATE
-@pytest.mark.parametrize("model", MODELS)
-def test_models(model, update):
-    assert_moves(Case(model, update=update))
-
-
-@UPDATE
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_optimizers(optimizer, update):
-    assert_moves(Case(MODEL, optimizer=optimizer, update=update), NO_ROWS.get(optimizer, ()))
-
-
-@UPDATE
-@pytest.mark.parametrize(
-    ("gradients", "log"), [*itertools.product(GRADIENTS, ["nothing"]), *itertools.product(["as they are"], LOGS)]
+BASE = {"dtype": "float32", "width": 16, "bias": True, "embed": "dense", "head": True, "metrics": ("loss",)}
+ALL = "something that needs all gradients, such as their norm"
+ALONE = "it runs in a loop of its own"
+STAYS = {  # why the update of a stack stays behind the scan; of all others it moves, and nothing is said
+    ("stack", "unrolled"): ALONE,
+    ("stack", "dict"): ALONE,
+    ("stack", "nothing"): ALONE,
+    ("gradients", "clipped"): ALL,
+    ("skip", "select"): ALONE,
+    ("second", "alternating"): "another update runs in a cond of the step",
+    ("inside", "clip"): ALL,
+    ("inside", "apply_if_finite"): ALL,
+    ("inside", "MultiSteps that skips"): ALL,
+    ("inside", "mechanize"): ALL,
+    ("inside", "flatten"): "a number that the same scan carries to its end",
+    ("outside", "clip"): ALL,
+    ("outside", "apply_if_finite"): ALL,
+    ("optimizer", "adafactor"): ALL,
+    ("optimizer", "novograd"): ALL,
+    ("optimizer", "lars"): ALL,
+    ("optimizer", "lbfgs-like"): "",
+    ("optimizer", "prodigy"): "",
+    ("optimizer", "dadapt"): "",
+    ("optimizer", "dog"): "",
+}
+# which have leaves of one layer or element, or no state
+WITHOUT_ROWS = {("optimizer", name) for name in ("sgd", "sm3")} | {
+    ("fraction", 0.0),
+    ("inside", "mechanize"),
+}
+DAILY = ("stack", "gradients", "skip", "inside", "target", "second")
+LATER = (
+    *("second stack", "remat", "oddity", "further leaf", "loss scale", "metrics", "results", "train state"),
+    *("jitted inside", "optimizer", "outside", "storage", "fraction"),
 )
-def test_gradients_and_what_is_logged(gradients, log, update):
-    assert_moves(Case(MODEL, gradients, log=log, update=update))
+
+
+def shown(**choices):
+    """The placement of a step of these choices."""
+    r = complete({**BASE, **choices})
+    with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        step = Step(r, "jo.jit", Path(folder))
+        given = {**step.carried, **rest_of(step, 0)}
+        return jo.placement(jo.jit(step.function), *[given[name] for name in step.arguments])
+
+
+@pytest.mark.oldest("the whole step")
+@pytest.mark.parametrize(
+    "field", [*DAILY, *(pytest.param(name, marks=pytest.mark.long("more kinds of steps")) for name in LATER)]
+)
+def test_what_moves(field):
+    wrong = []
+    for value in dict.fromkeys(FIELDS[field]):
+        table, why = shown(**{field: value}), STAYS.get((field, value))
+        stack = {path: inside for path, inside in moved(table).items() if "['w1']" in path or "['b1']" in path}
+        if why is not None:
+            right = why in " ".join(table.stays) and bool(table.stays)
+        else:
+            right = table.stays == () and ((field, value) in WITHOUT_ROWS or (bool(stack) and all(stack.values())))
+        wrong += [] if right else [(value, stack, table.stays)]
+    assert not wrong, wrong

@@ -1,256 +1,474 @@
-"""Steps as people write them: what they do beside, and whether the update moves into a scan."""
+"""Steps as people write them, under ``jo.jit``: the numbers of plain optax, and where the update runs.
+
+Random steps (tests/test_random_steps.py) have the rest; test_moves.py says which of those move.
+"""
+
+import functools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import jax_offload as jo
-from tests.support.in_scan import ADAMW, MODEL, model_of, reasons, same_steps
-from tests.support.steps import FAST, batch, moved, training_step
+from tests.support.steps import (
+    ADAMW,
+    LAYERS,
+    WIDTH,
+    all_moved,
+    assert_as_plain,
+    assert_placed,
+    batch,
+    committed,
+    layer,
+    loss_of,
+    moved,
+    new_params,
+    offloaded,
+    parameters,
+    placement,
+    step_of,
+)
+from tests.support.trees import assert_close, copied
+
+pytestmark = pytest.mark.oldest("jaxprs as they are written")
 
 
-def whole_gradients(tx, loss):
-    def step(params, state, x):
-        grads = jax.grad(loss)(params, x)
-        params, state = jo.update_params(tx, grads, state, params)
-        return params, state, grads
+def updating(body):
+    """A step from what is done with (tx, params, state, batch, value, gradients)."""
 
-    return step
+    @functools.wraps(body)
+    def make(tx):
+        def step(params, state, batch):
+            value, grads = jax.value_and_grad(loss_of)(params, batch)
+            return body(tx, params, state, batch, value, grads)
 
+        return step
 
-def without_update(tx, loss):
-    return lambda params, state, x: (params, state, jax.grad(loss)(params, x))
-
-
-def two_updates(tx, loss):
-    def step(params, state, x):
-        for _ in range(2):
-            params, state = jo.update_params(tx, jax.grad(loss)(params, x), state, params)
-        return params, state
-
-    return step
+    return make
 
 
-def in_cond(tx, loss):
-    def step(params, state, x):
-        value, grads = jax.value_and_grad(loss)(params, x)
-
-        def update():
-            return jo.update_params(tx, grads, state, params)
-
-        return jax.lax.cond(value > 0, update, lambda: (params, state))
-
-    return step
+@updating
+def printing(tx, params, state, batch, value, grads):
+    jax.debug.print("loss {}", value)
+    params, state = jo.update_params(tx, grads, state, params)
+    jax.debug.callback(lambda w: None, params["head"])
+    return params, state, value
 
 
-def skipping(tx, loss):
-    """By a number that is known before the backward pass: each layer's update chooses."""
-
-    def step(params, state, x):
-        value, grads = jax.value_and_grad(loss)(params, x)
-        if isinstance(tx, type(optax.sgd(1.0))) and tx.update is ADAMW.update:
-            return jo.update_params(tx, grads, state, params)
-        return jo.update_params(tx, grads, state, params, skip=value < 0)
-
-    return step
+@updating
+def reading_after(tx, params, state, batch, value, grads):
+    """The old parameters are returned, and a loss that the new ones make."""
+    new, state = jo.update_params(tx, grads, state, params)
+    return new, state, (loss_of(new, batch), params)
 
 
-def skipping_what_is_not_finite(tx, loss):
-    """Which all gradients tell: after the scan, where no update moves, none of a skipped one's bytes does."""
-
-    def step(params, state, x):
-        grads = jax.grad(loss)(params, x)
-        finite = jnp.isfinite(optax.tree.norm(grads))
-        if tx.update is ADAMW.update:
-            return jo.update_params(tx, grads, state, params)
-        return jo.update_params(tx, grads, state, params, skip=~finite)
-
-    return step
+@updating
+def with_a_ref(tx, params, state, batch, value, grads):
+    total = jax.new_ref(jnp.zeros(()))
+    total[...] += value
+    return *jo.update_params(tx, grads, state, params), total[...]
 
 
-def accumulating(tx, loss):
-    """Over microbatches, in a scan around that of the layers."""
-
-    def step(params, state, x):
-        def micro(total, x):
-            return jax.tree.map(jnp.add, total, jax.grad(loss)(params, x[None])), None
-
-        grads, _ = jax.lax.scan(micro, jax.tree.map(jnp.zeros_like, params), x)
-        return jo.update_params(tx, jax.tree.map(lambda g: g / 4, grads), state, params)
-
-    return step
+@updating
+def through_a_tower(tx, params, state, batch, value, grads):
+    """Another loop needs the gradients whole."""
+    largest, _ = jax.lax.scan(lambda m, g: (jnp.maximum(m, jnp.abs(g).max()), None), 0.0, grads["layers"])
+    return *jo.update_params(tx, grads, state, params), largest
 
 
-def accumulating_backwards(tx, loss):
-    """The mean of the losses comes along, and each of them."""
-
-    def step(params, state, x):
-        def micro(carry, x):
-            total, mean = carry
-            value, grads = jax.value_and_grad(loss)(params, x[None])
-            return (jax.tree.map(lambda t, g: t + g / 4, total, grads), mean + value / 4), value
-
-        grads, mean = jax.tree.map(jnp.zeros_like, params), 0.0
-        (grads, mean), values = jax.lax.scan(micro, (grads, mean), x, reverse=True)
-        return (*jo.update_params(tx, grads, state, params), mean, values)
-
-    return step
+@updating
+def raveling(tx, params, state, batch, value, grads):
+    """Gradients are returned in another shape, in which a layer is many rows."""
+    return *jo.update_params(tx, grads, state, params), jax.tree.map(jnp.ravel, grads)
 
 
-def another_in_cond(tx, loss):
-    """Once more where the loss is large."""
-
-    def step(params, state, x):
-        value, grads = jax.value_and_grad(loss)(params, x)
-        params, state = jo.update_params(tx, grads, state, params)
-        more = lambda: jo.update_params(tx, grads, state, params)  # noqa: E731
-        return (*jax.lax.cond(value > 0, more, lambda: (params, state)), value)
-
-    return step
+@updating
+def another_in_a_cond(tx, params, state, batch, value, grads):
+    params, state = jo.update_params(tx, grads, state, params)
+    more = lambda: jo.update_params(tx, grads, state, params)  # noqa: E731
+    return *jax.lax.cond(value > 0, more, lambda: (params, state)), value
 
 
-def in_a_loop(tx, loss):
+def printing_in_layers(tx):
+    def printed(x, w):
+        jax.debug.callback(lambda m: None, x.mean())
+        return layer(x, w)
+
+    return step_of(tx, layer=printed)
+
+
+def inside_jit(tx):
+    step = step_of(tx) if tx is ADAMW else jo.jit(step_of(tx))
+    return lambda params, state, batch: step(params, state, jax.tree.map(lambda x: 2.0 * x, batch))
+
+
+def in_a_loop(tx):
     """Several steps in one."""
 
-    def step(params, state, x):
-        def one(carry, x):
+    def step(params, state, batch):
+        def one(carry, each):
             params, state = carry
-            return jo.update_params(tx, jax.grad(loss)(params, x[None]), state, params), None
+            return jo.update_params(tx, jax.grad(loss_of)(params, each), state, params), None
 
-        return jax.lax.scan(one, (params, state), x)[0]
-
-    return step
-
-
-def printing(tx, loss):
-    def step(params, state, x):
-        value, grads = jax.value_and_grad(loss)(params, x)
-        jax.debug.print("loss {}", value)
-        params, state = jo.update_params(tx, grads, state, params)
-        jax.debug.callback(lambda w: None, params["head"])
-        return params, state, value
+        halves = jax.tree.map(lambda x: x.reshape(2, -1, *x.shape[1:]), batch)
+        return *jax.lax.scan(one, (params, state), halves)[0], ()
 
     return step
 
 
-def printing_in_layers(tx, loss):
-    def printed(params, x):
+def two_updates(tx):
+    """The first one moves into the forward pass that reads its parameters."""
+
+    def step(params, state, batch):
+        for _ in range(2):
+            params, state = jo.update_params(tx, jax.grad(loss_of)(params, batch), state, params)
+        return params, state, ()
+
+    return step
+
+
+def summed_in_a_ref(tx):
+    """Gradients of two microbatches, summed in a mutable array."""
+
+    def step(params, state, batch):
+        total = jax.tree.map(lambda p: jax.new_ref(jnp.zeros_like(p)), params)
+
+        def add(carry, each):
+            for name, g in jax.grad(loss_of)(params, each).items():
+                total[name][...] += g
+            return carry, None
+
+        jax.lax.scan(add, None, jax.tree.map(lambda x: x.reshape(2, -1, *x.shape[1:]), batch))
+        grads = jax.tree.map(lambda t: jax.freeze(t) / 2, total)
+        return *jo.update_params(tx, grads, state, params), ()
+
+    return step
+
+
+def of_network(network):
+    """A step of a loss that runs the layers in words of its own."""
+
+    def loss(params, batch):
+        return ((network(params["layers"], batch["x"]) @ params["head"] + params["bias"] - batch["y"]) ** 2).mean()
+
+    return lambda tx: step_of(tx, "update", loss)
+
+
+def by_number(w, x, of=lambda k: k):
+    return jax.lax.fori_loop(0, LAYERS, lambda k, x: layer(x, w[of(k)]), x)
+
+
+def by_a_given_number(w, x):
+    """Which rows the loop reads is known when it runs."""
+    first = (x[0, 0] > 1e6).astype(jnp.int32)
+    return by_number(w, x, lambda k: jnp.minimum(k + first, LAYERS - 1))
+
+
+@jax.custom_vjp
+def by_hand(w, x):
+    return by_number(w, x)
+
+
+def _forwards(w, x):
+    xs = [x]
+    for k in range(LAYERS):
+        xs.append(layer(xs[-1], w[k]))
+    return xs[-1], (w, jnp.stack(xs[:-1]))
+
+
+def _backwards(kept, g):
+    """The sum of gradients is a result of each iteration too."""
+    w, xs = kept
+
+    def one(carry, k):
+        total, g = carry
+        dw, g = jax.vjp(layer, xs[k], w[k])[1](g)[::-1]
+        total = total + jax.lax.dynamic_update_index_in_dim(jnp.zeros_like(total), dw, k, 0)
+        return (total, g), total
+
+    (total, g), seen = jax.lax.scan(one, (jnp.zeros_like(w), g), jnp.arange(LAYERS), reverse=True)
+    return total + 0 * seen.sum(0), g
+
+
+by_hand.defvjp(_forwards, _backwards)
+
+STEPS = {  # whether the update of the stack moves, or why it does not
+    "printing": (printing, True),
+    "printing in layers": (printing_in_layers, True),
+    "reading after the update": (reading_after, True),
+    "a mutable array": (with_a_ref, True),
+    "another loop": (through_a_tower, True),
+    "raveled gradients": (raveling, "its rows are merged"),
+    "another update in a cond": (another_in_a_cond, "another update runs in a cond of the step, and stays there"),
+    "inside of a jit": (inside_jit, True),
+    "several steps in one": (in_a_loop, True),
+    "two updates": (two_updates, "it moves to the host in this step"),
+    "gradients in a Ref": (summed_in_a_ref, True),
+    "layers by their number": (of_network(by_number), True),
+    "backwards by their number": (of_network(lambda w, x: by_number(w, x, lambda k: LAYERS - 1 - k)), False),
+    "layers by a given number": (of_network(by_a_given_number), False),
+    "a backward pass by hand": (of_network(by_hand), False),
+}
+LONG = {"printing", "reading after the update", "inside of a jit", "layers by a given number"}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=pytest.mark.long("more steps") if n in LONG else ()) for n in STEPS]
+)
+def test_the_numbers_are_those_of_the_plain_step(name):
+    make, expected = STEPS[name]
+    table = assert_as_plain(make, offloaded(ADAMW), ADAMW)
+    if expected is True:
+        assert all_moved(table), table
+    else:
+        assert table.stays and (expected or "") in " ".join(table.stays)
+
+
+def test_prints_are_as_many_as_in_the_plain_step():
+    """Before the update, in the layers, after it."""
+
+    def printed(tx):
+        log = []
+
+        def told(x, w):
+            jax.debug.callback(lambda m: log.append(float(m)), x.mean())
+            return layer(x, w)
+
+        def step(params, state, batch):
+            value, grads = jax.value_and_grad(functools.partial(loss_of, layer=told))(params, batch)
+            jax.debug.callback(lambda value: log.append(float(value)), value)
+            params, state = jo.update_params(tx, grads, state, params)
+            jax.debug.callback(lambda w: log.append(float(w)), params["layers"][0, 0, 0])
+            return params, state
+
+        (jax.jit if tx is ADAMW else jo.jit)(step)(parameters(), tx.init(parameters()), batch(0))
+        jax.effects_barrier()
+        return np.sort(log)
+
+    want = printed(ADAMW)
+    assert len(want) == LAYERS + 2
+    np.testing.assert_allclose(printed(offloaded(ADAMW)), want, rtol=1e-5)
+
+
+def test_a_mutable_array_among_the_arguments():
+    """What reads and writes it keeps its order: the step is left as it is, and says so."""
+
+    def step_with(tx):
+        def step(params, state, x, total):
+            value, grads = jax.value_and_grad(loss_of)(params, x)
+            total[...] += value
+            return jo.update_params(tx, grads, state, params)
+
+        return step
+
+    tx, total = offloaded(ADAMW), jax.new_ref(jnp.zeros(()))
+    step, args = jo.jit(step_with(tx)), (parameters(), tx.init(parameters()), batch(0))
+    assert "effects of mutable arrays" in " ".join(jo.placement(step, *args, total).stays)
+    got = step(*args, total)
+    assert_close(got, jax.jit(step_with(ADAMW))(parameters(), ADAMW.init(parameters()), batch(0),
+                                                jax.new_ref(jnp.zeros(()))), 1e-5)  # fmt: skip
+    np.testing.assert_allclose(total[...], loss_of(parameters(), batch(0)), rtol=1e-5)
+
+
+# ---- which leaves move
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_layers_that_the_step_stacks(dtype):
+    """Of bfloat16 the stack alone is, else it has another reader too. Smaller layers are updated in one loop."""
+
+    def loss(params, batch):
+        stack = jnp.stack([w.astype(dtype) for w in params])
+        x = jax.lax.scan(lambda x, w: (layer(x, w), None), batch.astype(dtype), stack)[0]
+        seen = 0 * jax.lax.stop_gradient(stack).sum() if dtype == jnp.float32 else 0
+        return ((x.astype(jnp.float32) + seen) ** 2).mean()
+
+    params = committed(tuple(jax.random.normal(jax.random.key(k), (1024, 1024)) / 1024 for k in range(6)))
+    batches = [committed(jax.random.normal(jax.random.key(k), (8, 1024))) for k in range(2)]
+    make, rtol = lambda tx: step_of(tx, loss=loss), 1e-4 if dtype == jnp.float32 else 5e-2
+    table = assert_as_plain(make, offloaded(ADAMW), ADAMW, params=params, batches=batches, rtol=rtol)
+    assert table.stays == ()
+
+
+def test_no_layers():
+    """A stack of none, as configurations have it; the other moves."""
+
+    def loss(params, batch):
+        x = batch["x"]
+        for name in ("none", "layers"):
+            x, _ = jax.lax.scan(lambda x, w: (layer(x, w), None), x, params[name])
+        return ((x @ params["head"] - batch["y"]) ** 2).mean() + (params["bias"] ** 2).sum()
+
+    params = parameters() | {"none": committed(jnp.zeros((0, WIDTH, WIDTH)))}
+    table = assert_as_plain(lambda tx: step_of(tx, loss=loss), offloaded(ADAMW), ADAMW, params=params)
+    assert all_moved(table)
+
+
+def two_stacks(params, batch):
+    x = jax.lax.scan(lambda x, p: (layer(layer(x, p[0]), p[1]), None), batch["x"], (params["layers"], params["more"]))[
+        0
+    ]
+    return ((x @ params["head"] + params["bias"] - batch["y"]) ** 2).mean()
+
+
+def test_a_leaf_that_two_gradients_meet():
+    """One of them overwrites it; the other, which would read it or be written there too, stays."""
+
+    def make(tx):
+        def step(params, state, batch):
+            grads = jax.grad(two_stacks)(params, batch)
+            return *new_params(tx, "update", grads, state, params), params["layers"] + grads["more"]
+
+        return step
+
+    params = parameters() | {"more": parameters(seed=1)["layers"]}
+    table = assert_as_plain(make, offloaded(ADAMW), ADAMW, params=params)
+    assert sum(moved(table).values()) == 2 and "two gradients" in " ".join(table.stays)
+
+
+def test_what_the_scan_reads_whole_is_not_overwritten_in_it():
+    def loss(params, batch):
+        others = jax.lax.stop_gradient(params["layers"])
+
+        @jax.checkpoint
         def body(x, p):
-            jax.debug.callback(lambda m: None, x.mean())
-            return jnp.tanh(x @ p[0] + p[1]), None
+            w, k = p
+            return layer(x, w) @ others[(k + 1) % LAYERS], None
 
-        x = jax.lax.scan(body, x @ params["embed"], (params["layers_w"], params["layers_b"]))[0]
-        return ((x @ params["head"]) ** 2).mean()
+        x = jax.lax.scan(body, batch["x"], (params["layers"], jnp.arange(LAYERS)))[0]
+        return ((x @ params["head"] + params["bias"] - batch["y"]) ** 2).mean()
 
-    return lambda params, state, x: jo.update_params(tx, jax.grad(printed)(params, x), state, params)
+    assert all_moved(assert_as_plain(lambda tx: step_of(tx, loss=loss), offloaded(ADAMW), ADAMW))
 
 
-def with_a_ref(tx, loss):
+@pytest.mark.parametrize("clipped", [True, False])
+def test_a_scan_that_reads_parameters_silences_no_other(clipped):
+    """What the clipped gradients of one tower wait for is no reason any more once it is updated where its parameters
+    are read again; that of the other tower still is."""
+    clip = optax.chain(optax.clip_by_global_norm(0.1), ADAMW)
+    labels = {"read": "clipped", "other": "clipped too" if clipped else "as they are"}
+    inner = optax.partition({"clipped": clip, "clipped too": clip, "as they are": ADAMW}, labels)
+    params = {name: parameters(seed=k)["layers"] for k, name in enumerate(labels)}
+
+    def tower(w, x):
+        return (jax.lax.scan(lambda x, w: (layer(x, w), None), x, w)[0] ** 2).mean()
+
+    def make(tx):
+        def step(params, state, batch):
+            grads = jax.grad(lambda p: tower(p["read"], batch["x"]) + tower(p["other"], 2 * batch["x"]))(params)
+            params, state = jo.update_params(tx, grads, state, params)
+            return params, state, tower(params["read"], batch["x"])
+
+        return step
+
+    table = assert_as_plain(make, offloaded(inner), inner, params=params)
+    where = {leaf.path: leaf.streams for leaf in table.leaves if leaf.host}
+    assert all("in the scan that reads the parameters" in s for p, s in where.items() if "read" in p)
+    assert all(("in the scan that makes" in s) != clipped for p, s in where.items() if "other" in p)
+    assert any("needs all gradients" in why for why in table.stays) == clipped and len(table.stays) == clipped
+
+
+# ---- how a step is called
+
+
+def test_a_method_a_closure_and_static_arguments():
+    tx, params = offloaded(ADAMW), parameters()
+    want = jax.jit(step_of(ADAMW))(params, ADAMW.init(params), batch(0))
+
+    class Trainer:
+        @functools.partial(
+            jo.jit, static_argnums=(0, 1), static_argnames="verbose", donate_argnames=("params", "state")
+        )
+        def step(self, activation, params, state, *, x, verbose=False):
+            assert activation is jnp.tanh and verbose
+            return step_of(tx)(params, state, x)
+
+    given = copied(params), tx.init(params)
+    got = Trainer().step(jnp.tanh, *given, x=batch(0), verbose=True)
+    assert all(x.is_deleted() for x in jax.tree.leaves(given[0]))
+    state = tx.init(params)
+    for each in got, jo.jit(lambda: step_of(tx)(params, state, batch(0)))():
+        assert_close(each, want, 1e-5)
+        assert_placed(each[1], state)
+
+
+def test_under_vmap_and_differentiated():
+    """Of several models at once, their state in host memory; and of the loss after a step, by a factor of the batch."""
+    tx, inner = offloaded(optax.sgd(1e-1, 0.9)), optax.sgd(1e-1, 0.9)
+    many = jax.tree.map(lambda p: jnp.stack([p, 0.5 * p]), parameters())
+    got, want = (
+        jax.jit(jax.vmap(step, (0, 0, None)))(many, jax.vmap(init)(many), batch(0))
+        for step, init in ((jo.jit(step_of(tx)), tx.init), (step_of(inner), inner.init))
+    )
+    assert_close(got, want, 1e-5)
+
+    def slope(step, state):
+        scaled = lambda s: jax.tree.map(lambda x: s * x, batch(0))  # noqa: E731
+        return jax.jit(jax.grad(lambda s: loss_of(step(parameters(), state, scaled(s))[0], batch(0))))(2.0)
+
+    got, want = slope(jo.jit(step_of(tx)), tx.init(parameters())), slope(step_of(inner), inner.init(parameters()))
+    np.testing.assert_allclose(got, want, rtol=1e-4)
+
+
+# ---- inside of a shard_map
+
+
+@pytest.mark.parametrize("how", ["psum", "check_vma", "layers of a device's own"])
+def test_a_step_inside_a_shard_map(how):
+    """Where the layers run in another order on each device, the loop stays as it is."""
+    mesh = Mesh(np.array(jax.devices()[:4]), ("data",))
+
+    def network(w, x):
+        if "own" in how:
+            return by_number(w, x, lambda k: (k + jax.lax.axis_index("data")) % LAYERS)
+        return jax.lax.scan(lambda x, w: (layer(x, w), None), x, w)[0]
+
+    def make(tx):
+        def step(params, state, x):
+            value, grads = jax.value_and_grad(lambda w: (network(w, x) ** 2).mean())(params["layers"])
+            if how != "check_vma":  # else jax sums the gradients of replicated parameters itself
+                grads = jax.lax.psum(grads, "data")
+            updates, state = tx.update({"layers": grads / 4}, state, params)
+            return optax.apply_updates(params, updates), state, jax.lax.pmean(value, "data")
+
+        specs = {"in_specs": (P(), P(), P("data")), "out_specs": (P(), P(), P())}
+        return jax.shard_map(step, mesh=mesh, check_vma=how == "check_vma", **specs)
+
+    params = {"layers": jax.device_put(parameters()["layers"], NamedSharding(mesh, P()))}
+    batches = [jax.device_put(batch(k)["x"], NamedSharding(mesh, P("data"))) for k in range(3)]
+    table = assert_as_plain(make, offloaded(ADAMW), ADAMW, params=params, batches=batches)
+    assert bool(table.stays) == ("own" in how or (how == "check_vma" and jax.__version_info__ < (0, 11)))
+
+
+def test_gradients_from_a_shard_map_say_where_to_update():
+    mesh = Mesh(np.array(jax.devices()[:4]), ("data",))
+    params = jax.device_put(parameters(), NamedSharding(mesh, P()))
+
+    def local(params, x):
+        return jax.lax.pmean(jax.grad(loss_of)(params, x), "data")
+
+    tx = offloaded(ADAMW)
+
+    @jo.jit
     def step(params, state, x):
-        value, grads = jax.value_and_grad(loss)(params, x)
-        total = jax.new_ref(jnp.zeros(()))
-        total[...] += value
-        params, state = jo.update_params(tx, grads, state, params)
-        return params, state, total[...]
+        grads = jax.shard_map(local, mesh=mesh, in_specs=(P(), P("data")), out_specs=P(), check_vma=False)(params, x)
+        return jo.update_params(tx, grads, state, params)
 
-    return step
+    (why,) = placement(step, tx, params=params).stays
+    assert why.startswith("its gradients are made inside a shard_map; call the update inside the same shard_map (at ")
 
 
-def inside_jit(tx, loss):
-    step = training_step(tx, loss)
-    inner = step if tx is ADAMW else jo.jit(step)
-    return lambda params, state, x: inner(params, state, 2.0 * x)
-
-
-def reading_after(tx, loss):
-    """What only exists after the update decides about the next batch, and the old parameters are returned."""
-
-    def step(params, state, x):
-        old = params
-        params, state = jo.update_params(tx, jax.grad(loss)(params, x), state, params)
-        return params, state, loss(params, x), old
-
-    return step
-
-
-def raveling(tx, loss):
-    """Gradients are returned in another shape, in which a layer is many rows."""
-
-    def step(params, state, x):
-        grads = jax.grad(loss)(params, x)
-        params, state = jo.update_params(tx, grads, state, params)
-        return params, state, jax.tree.map(jnp.ravel, grads)
-
-    return step
-
-
-def through_a_tower(tx, loss):
-    """Something that is scanned over is made of the gradients: another loop needs them whole."""
-
-    def step(params, state, x):
-        grads = jax.grad(loss)(params, x)
-        largest, _ = jax.lax.scan(lambda m, g: (jnp.maximum(m, jnp.abs(g).max()), None), 0.0, grads["layers_w"])
-        params, state = jo.update_params(tx, grads, state, params)
-        return params, state, largest
-
-    return step
-
-
-STEPS_OF_PEOPLE = {
-    reading_after: True,
-    printing: True,
-    printing_in_layers: True,
-    inside_jit: True,
-    whole_gradients: True,
-    through_a_tower: True,
-    raveling: False,
-    without_update: False,
-    two_updates: False,  # the first one moves into the forward pass that reads its parameters
-    in_cond: True,
-    another_in_cond: True,
-    skipping: True,
-    skipping_what_is_not_finite: False,
-    accumulating: True,
-    accumulating_backwards: True,
-    in_a_loop: True,
-    with_a_ref: True,
-}
-
-
-SAID = {
-    without_update: "no update of an offload was seen in it",
-    two_updates: "it moves to the host in this step",
-    another_in_cond: "another update runs in a cond of the step, and stays there",
-    raveling: "its rows are merged",
-}
-
-
-@pytest.mark.long("more kinds of steps", but=["skipping", "in_cond"])
-@pytest.mark.oldest("steps as people write them")
-@pytest.mark.parametrize("step_of", STEPS_OF_PEOPLE, ids=lambda f: f.__name__)
-def test_steps(step_of):
-    model, tx = model_of(MODEL), jo.offload(ADAMW, min_bytes=0)
-    params = model.init()
-    step = jo.jit(step_of(tx, model.loss), compiler_options=FAST)
-    args = params, tx.init(params), batch()
-
-    same_steps(step, step_of(ADAMW, model.loss), tx, ADAMW, params)
-    assert any(moved(step, *args).values()) == STEPS_OF_PEOPLE[step_of]
-    if step_of in SAID:
-        assert SAID[step_of] in " ".join(reasons(step, *args))
+# ---- what is lowered
 
 
 def test_a_tpu_is_told_what_runs_behind_the_gate():
     """A gradient that the gate does not need reads what is behind it, on a TPU alone: one barrier more."""
-    tx = jo.offload(optax.adamw(1e-3), min_bytes=0)
-    params = {"w": jax.ShapeDtypeStruct((4, 64, 64), jnp.float32)}
-
-    def loss(params, x):
-        return (jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, params["w"])[0] ** 2).mean()
-
-    args = params, jo.abstract_state(tx, params), jax.ShapeDtypeStruct((64, 64), jnp.float32)
-    traced = jo.jit(training_step(tx, loss)).trace(*args)
+    tx = offloaded(ADAMW)
+    traced = jo.jit(step_of(tx)).trace(parameters(), tx.init(parameters()), batch(0))
     tpu, cuda = (
         traced.lower(lowering_platforms=(name,)).as_text().count("optimization_barrier") for name in ("tpu", "cuda")
     )

@@ -1,103 +1,271 @@
-"""Arguments of every kind, and how often steps of ``jo.pipelined`` are compiled."""
+"""``jo.pipelined``: which result is whose next value, and what is said of steps, names and carries that do not fit.
 
-import functools
-import re
+Orders of arguments and results: tests/test_random_steps.py.
+"""
+
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 import pytest
+from jax.experimental import io_callback
 
 import jax_offload as jo
-from tests.support.pipelined import (
-    ADAMW,
+from tests.support.steps import (
+    CLIPPED,
+    WIDTH,
     advance,
-    assert_close,
+    assert_placed,
     batch,
-    loop,
-    model,
-    now,
+    committed,
+    finished,
+    loss_of,
+    new_params,
     offloaded,
     parameters,
-    pipelined,
     step_of,
 )
-from tests.support.trees import FAST
+from tests.support.trees import assert_close, copied
+
+BATCHES = [batch(k) for k in range(3)]
+ZEROS = jax.tree.map(jnp.zeros_like, parameters())
 
 
-def step_of_many(params, state, batch, rate, *more, tx, power=2, kind="square", scaled=False, **rest):
-    """A step with every kind of argument; ``rate`` is read by the update, one call after it was given."""
+def check(step_with: Any, carried: dict[str, Any], results: tuple[str, ...], *names: str) -> None:
+    """``step_with(tx)``, pipelined, gives each argument its own next value, and each other result.
 
-    def loss(params):
-        error = model(params, batch["x"]) - batch["y"]
-        value = (error**power if kind == "square" else jnp.abs(error)).mean()
-        return value * sum(more) if scaled else value
-
-    value, grads = jax.value_and_grad(loss)(params)
-    updates, state = tx.update(grads, state, params)
-    updates = jax.tree.map(lambda u: u * rate * rest.get("extra", 1.0), updates)
-    return optax.apply_updates(params, updates), state, value
-
-
-@pytest.mark.long("more kinds of steps")
-@pytest.mark.parametrize("numpy", [False, True])
-def test_arguments_of_every_kind(numpy):
-    """None is donated but what is carried: a rate and a batch are given again and again."""
-    rate = np.float32(0.5) if numpy else jax.device_put(jnp.float32(0.5), jax.devices()[0])
-    data = jax.tree.map(np.asarray, batch(0)) if numpy else batch(0)
-    calls = [
-        (data, rate), (data, rate, 1.0, 2.0), (data, rate), (data, rate), (data, 0.25)
-    ]  # fmt: skip
-    named = [{}, {"scaled": True}, {"kind": "abs"}, {"kind": "square"}, {"extra": rate}]
-    tx, plain_tx = offloaded(), ADAMW
-    wanted, state = parameters(), plain_tx.init(parameters())
-    losses = []
-    static = ("kind", "scaled", "power")
-    jitted = jax.jit(functools.partial(step_of_many, tx=plain_tx), static_argnames=static, compiler_options=FAST)
-    train = jo.pipelined(
-        functools.partial(step_of_many, tx=tx), donate_argnames=("params", "state"), static_argnames=static
-    )
-    carry, returned = None, []
-    for args, kwargs in zip(calls, named, strict=True):
-        wanted, state, value = jitted(wanted, state, *args, **kwargs)
-        losses.append(value)
-        if carry is None:
-            carry, aux = train.start(parameters(), tx.init(parameters()), *args, **kwargs)
-        else:
-            carry, aux = train(carry, *args, **kwargs)
-        returned.append(aux.now)
-    np.testing.assert_allclose(returned, losses, rtol=0, atol=1e-5)
-    assert_close(train.finish(carry)[0], wanted, 1e-5)
-    assert np.isfinite(rate) and np.isfinite(data["x"]).all()
+    ``carried``: what it begins with, without the state, which is its last argument before the batch; ``results``: the
+    names of what it returns; ``names``: in the order of ``finish``.
+    """
+    plain, tx = jax.jit(step_with(CLIPPED)), offloaded(CLIPPED)
+    want, others = carried | {"state": CLIPPED.init(carried["params"])}, []
+    for each in BATCHES:
+        found = plain(*want.values(), each)
+        found = found if isinstance(found, dict) else dict(zip(results, found, strict=True))
+        want = {name: found.pop(name) for name in want}
+        others.append(tuple(found.values()))
+    init = carried | {"state": tx.init(carried["params"])}
+    train = jo.pipelined(step_with(tx), donate_argnames=names)
+    carry, returned = advance(train, copied(tuple(init.values())), BATCHES)
+    got, rest = finished(train, carry, returned)
+    for name, x in zip(names, got, strict=True):
+        assert_placed(x, init[name])
+        assert_close(x, want[name], 1e-3)
+    assert_close(rest, others, 1e-3)
 
 
-def test_another_batch_shape_and_one_compile_of_each(caplog):
-    tx = offloaded()
-    batches = [batch(k, size=8 if k % 3 else 4) for k in range(7)]
-    wanted, losses = loop(step_of(ADAMW, "update"), (parameters(), ADAMW.init(parameters())), batches)
-    train = pipelined(step_of(tx))
-    with jax.log_compiles():
-        carry, returned = advance(train, (parameters(), tx.init(parameters())), batches)
-    compiled = re.findall(r"Finished XLA compilation of jit\((\w+)\)", caplog.text)
-    assert compiled.count("train") == 3  # 4 then 8, 8 then 8, 8 then 4
-    np.testing.assert_allclose(now(returned), losses, rtol=0, atol=1e-5)
-    assert_close(train.finish(carry)[0], wanted[-1][0], 1e-5)
+def test_bad_numbers():
+    def step(params, target, state, batch):
+        return params, target, state
+
+    for bad in (4, (0, -5)):
+        with pytest.raises(ValueError, match="donate_argnums: expected positions among the step's 4 parameters"):
+            jo.pipelined(step, donate_argnums=bad)
+    with pytest.raises(ValueError, match=r"donate_argnames: \*rest stands for several arguments"):
+        jo.pipelined(lambda params, *rest: step(params, *rest), donate_argnums=(0, 1))
+    with pytest.raises(ValueError, match="static_argnames: a carried argument cannot be static"):
+        jo.pipelined(step, donate_argnums=(0, 1, 2), static_argnums=1)
 
 
-def test_settings_of_jax_make_another_program():
-    tx = offloaded()
-    seen = []
+def test_the_parameters_of_the_step_before():
+    """A result that is an argument as it was belongs to the argument that is left, not to itself."""
 
-    def step(params, state, batch):
-        seen.append(jax.config.jax_default_matmul_precision)
-        value, grads = jax.value_and_grad(lambda p: model(p, batch["x"]).mean())(params)
-        return *jo.update_params(tx, grads, state, params), value
+    def step_with(tx):
+        def step(before, params, state, batch):
+            value, grads = jax.value_and_grad(loss_of)(params, batch)
+            value += optax.tree.norm(jax.tree.map(jnp.subtract, params, before))
+            new, state = new_params(tx, "update", grads, state, params)
+            return params, new, state, value
 
-    train = pipelined(step)
-    carry, _ = train.start(parameters(), tx.init(parameters()), batch(0))
-    for precision in (None, "float32", "float32", None):
-        with jax.default_matmul_precision(precision):
-            carry, _ = train(carry, batch(0))
-    train.finish(carry)
-    assert seen == [None, "float32"]
+        return step
+
+    carried = {"before": ZEROS, "params": parameters()}
+    check(step_with, carried, ("before", "params", "state", "loss"), "params", "before", "state")
+
+
+def test_more_results_than_arguments():
+    """Of results that look like the parameters, the new parameters are those that the update makes."""
+
+    def step_with(tx):
+        def step(params, state, batch):
+            value, grads = jax.value_and_grad(loss_of)(params, batch)
+            updates, state = tx.update(grads, state, params)
+            return updates, grads, optax.apply_updates(params, updates), state, value
+
+        return step
+
+    check(step_with, {"params": parameters()}, ("updates", "grads", "params", "state", "loss"), "state", "params")
+
+
+class Named(NamedTuple):
+    slow: Any
+    loss: Any
+    params: Any
+    state: Any
+    fast: Any
+
+
+def test_what_cannot_be_told_apart_is_named():
+    """Two averages are alike, and no update makes them: only names tell which is which."""
+
+    def step_of_averages(results):
+        def step_with(tx):
+            def step(params, fast, slow, state, batch):
+                value, grads = jax.value_and_grad(loss_of)(params, batch)
+                params, state = new_params(tx, "update", grads, state, params)
+                mix = lambda k, old: jax.tree.map(lambda a, p: k * a + (1 - k) * p, old, params)  # noqa: E731
+                return results(slow=mix(0.9, slow), loss=value, params=params, state=state, fast=mix(0.5, fast))
+
+            return step
+
+        return step_with
+
+    start = {"params": parameters(), "fast": ZEROS, "slow": jax.tree.map(jnp.ones_like, ZEROS)}
+    tx = offloaded(CLIPPED)
+    check(step_of_averages(Named), start, Named._fields, "slow", "params", "state", "fast")
+    args, names = (*start.values(), tx.init(parameters()), BATCHES[0]), ("params", "fast", "slow", "state")
+    _, aux = jo.pipelined(step_of_averages(dict)(tx), donate_argnames=names).start(*copied(args))
+    assert float(aux.now["loss"]) > 0
+    train = jo.pipelined(step_of_averages(lambda **found: tuple(found.values()))(tx), donate_argnames=names)
+    with pytest.raises(
+        ValueError, match=r"'fast' and 'slow', and the update does not tell.* Return a dict with the carried"
+    ):
+        train.start(*args)
+    train = jo.pipelined(step_of_averages(lambda **found: found | {"slow": found["loss"]})(tx), donate_argnames=names)
+    with pytest.raises(ValueError, match="its result 'slow' differs from the carried argument in tree"):
+        train.start(*args)
+
+
+# ---- what is refused
+
+
+def started(step=None, tx=None, **options):
+    tx = offloaded(CLIPPED) if tx is None else tx
+    train = jo.pipelined(step or step_of(tx), **{"donate_argnames": ("params", "state")} | options)
+    return train, train.start(parameters(), tx.init(parameters()), batch(0))[0]
+
+
+def test_a_carry_is_used_once():
+    train, carry = started()
+    following, _ = train(carry, batch(1))
+    for use in (lambda carry: train(carry, batch(1)), train.params):
+        with pytest.raises(ValueError, match="carry: was used already"):
+            use(carry)
+    train.finish(following)
+    for use in (train.finish, train.params, lambda carry: train(carry, batch(1))):
+        with pytest.raises(ValueError, match="carry: was used already"):
+            use(following)
+        with pytest.raises(TypeError, match="carry: expected what start or a call has returned, got a dict"):
+            use(parameters())
+    with pytest.raises(ValueError, match="carry: is of another pipelined step"):
+        started()[0].finish(started()[1])
+
+
+def test_a_call_that_fails_leaves_the_carry():
+    train, carry = started()
+    with pytest.raises(TypeError):
+        train(carry)
+    with pytest.raises(TypeError, match="batch: a str is no array; name it in static_argnames"):
+        train(carry, "abc")
+    with pytest.raises(KeyError):
+        train(carry, {"x": jnp.ones((2, WIDTH))})
+    train.finish(train(carry, batch(1))[0])
+
+
+def refused(kind: str) -> tuple[Any, Any]:
+    """A step that cannot be turned round, and its optimizer; ``kind``: why."""
+    search = optax.chain(optax.adamw(1e-2), optax.scale_by_backtracking_linesearch(3))
+    tx = offloaded(search if kind == "line search" else CLIPPED)
+
+    def step(params: Any, state: Any, batch: Any) -> Any:
+        value, grads = jax.value_and_grad(loss_of)(params, batch)
+        if kind == "line search":
+            extra = {"value": value, "grad": grads, "value_fn": lambda p: loss_of(p, batch)}
+            return *new_params(tx, "update", grads, state, params, **extra), value
+        if kind == "no update":
+            return jax.tree.map(jnp.subtract, params, grads), state, value
+        if kind == "ordered":
+            io_callback(lambda x: None, None, value, ordered=True)
+        new, after = jo.update_params(tx, grads, state, params)
+        return {
+            "state not returned": (new, value),
+            "state twice": (new, after, after, value),
+            "dtype": (jax.tree.map(lambda p: p.astype(jnp.bfloat16), new), after, value),
+            "as they were": (params, state, value),
+            "old state": (new, state, value),
+            "old parameters": (params, after, value),
+        }.get(kind, (new, after, value))
+
+    def around(params: Any, state: Any, x: Any) -> Any:
+        carry = params, state, jnp.zeros(())
+        if kind == "a lax.cond":
+            return jax.lax.cond(x["x"].sum() < 1e9, step, lambda p, s, x: (p, s, jnp.zeros(())), params, state, x)
+        if kind == "a lax.scan":
+            return jax.lax.fori_loop(0, 1, lambda _, c: step(c[0], c[1], x), carry)
+        if kind == "a lax.while_loop":
+            return jax.lax.while_loop(lambda c: c[2] < 1e9, lambda c: step(c[0], c[1], x), carry)
+        return jax.checkpoint(step)(params, state, x) if kind == "a jax.checkpoint" else step(params, state, x)
+
+    return around, tx
+
+
+WITHIN = "its update runs in {} together with the passes through the model"
+REFUSED = {
+    "line search": "update calls the loss again, as a line search does.*use jax_offload.jit",
+    "no update": "has no update of an offload",
+    "ordered": "effects whose order a cut would lose: OrderedIOEffect",
+    "state not returned": "no result has the tree, shapes and dtypes of the carried argument 'state'",
+    "state twice": "2 results have the tree, shapes and dtypes of the carried argument 'state'",
+    "dtype": "no result has the tree, shapes and dtypes of the carried argument 'params'",
+    "as they were": "returns params, state as they were",
+    "old state": "returns .* of the state as before the update.*Return new params, state",
+    "old parameters": "returns the new state, and the parameters as they were",
+    **{kind: WITHIN.format(kind) for kind in ("a lax.cond", "a jax.checkpoint", "a lax.scan", "a lax.while_loop")},
+}
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_steps_that_cannot_be_turned_round(kind):
+    with pytest.raises(ValueError, match=REFUSED[kind]):
+        started(*refused(kind))
+
+
+def test_two_networks_in_turn():
+    """The error says which update is for which gradients; gradients that are taken first are turned round."""
+    tx = offloaded(CLIPPED)
+
+    def loss(g, d, x):
+        return (jnp.tanh(x @ g) @ d).mean()
+
+    def step(g, g_state, d, d_state, x, *, first=False):
+        grads, ahead = jax.grad(loss)(g, d, x), jax.grad(loss, 1)(g, d, x)
+        g, g_state = jo.update_params(tx, grads, g_state, g)
+        grads = ahead if first else jax.grad(loss, 1)(g, d, x)
+        d, d_state = jo.update_params(tx, grads, d_state, d)
+        return {"g": g, "g_state": g_state, "d": d, "d_state": d_state}
+
+    g, d = (committed(jnp.eye(WIDTH) * k) for k in (1, 2))
+    given = g, tx.init(g), d, tx.init(d), jnp.ones((2, WIDTH))
+    train = jo.pipelined(step, donate_argnums=range(4), static_argnames="first")
+    late = r"gradients for the update of 'd_state' and 'd' are taken after the update of 'g_state' and 'g', .* Fix: "
+    with pytest.raises(ValueError, match=late):
+        train.start(*given)
+    want = jax.jit(step, static_argnames="first")(*given, first=True)
+    got = train.finish(train.start(*given, first=True)[0])
+    assert_close(got, tuple(want[name] for name in ("g", "g_state", "d", "d_state")), 1e-5)
+
+
+def test_bad_names():
+    step = step_of(offloaded(CLIPPED))
+    for names in ((), "nothing", ("params", "weights")):
+        with pytest.raises(ValueError, match=r"donate_argnames: expected names among \['params', 'state', 'batch'\]"):
+            jo.pipelined(step, donate_argnames=names)
+    with pytest.raises(ValueError, match=r"static_argnames: expected names among .* got 'kind'"):
+        jo.pipelined(step, donate_argnames="params", static_argnames="kind")
+    with pytest.raises(ValueError, match="static_argnames: a carried argument cannot be static"):
+        jo.pipelined(step, donate_argnames="params", static_argnames="params")
+    train = jo.pipelined(lambda w, s, x: step(w, s, x), donate_argnames=("w", "s"))
+    carry, _ = train.start(parameters(), offloaded(CLIPPED).init(parameters()), batch(0))
+    with pytest.raises(ValueError, match="params: no carried argument is called 'params'"):
+        train.params(carry)

@@ -6,43 +6,43 @@ import orbax.checkpoint as ocp
 import pytest
 
 import jax_offload as jo
-from tests.support.pipelined import (
-    ADAMW,
+from tests.support.steps import (
+    CLIPPED,
     advance,
-    assert_close,
     assert_placed,
     batch,
-    copied,
     loop,
     now,
     offloaded,
     parameters,
-    pipelined,
     step_of,
 )
+from tests.support.trees import assert_close, copied
+
+
+def pipelined(step, **options):
+    return jo.pipelined(step, donate_argnums=(0, 1), **options)
 
 
 def test_finish_and_start_at_any_step():
-    tx, batches = offloaded(), list(map(batch, range(6)))
-    wanted, losses = loop(step_of(ADAMW, "update"), (parameters(), ADAMW.init(parameters())), batches)
+    tx, batches = offloaded(CLIPPED), list(map(batch, range(6)))
+    wanted, losses = loop(step_of(CLIPPED, "update"), (parameters(), CLIPPED.init(parameters())), batches)
     train, carried, returned = pipelined(step_of(tx)), (parameters(), tx.init(parameters())), []
     for part in (batches[:1], batches[1:4], batches[4:]):
         carry, some = advance(train, carried, part)
         carried = train.finish(carry)
         returned += some
-        assert_close(carried[0], wanted[len(returned) - 1][0], 1e-5)  # early stopping
+        assert_close(carried[0], wanted[len(returned) - 1][0], 1e-4)  # early stopping
     np.testing.assert_allclose(now(returned), losses, rtol=0, atol=1e-5)
     assert [aux.step for aux in returned] == [0, 0, 1, 2, 0, 1]
 
 
-@pytest.mark.parametrize(
-    ("what", "gradients"), [("the carry", "device"), ("the carry", "host"), ("what finish gives", "device")]
-)
+@pytest.mark.parametrize(("what", "gradients"), [("the carry", "host"), ("what finish gives", "device")])
 def test_resume_from_a_checkpoint(what, gradients, tmp_path):
     """In a process of its own the restored carry has a program of that process: here, another ``pipelined``."""
-    tx, batches = offloaded(), list(map(batch, range(6)))
+    tx, batches = offloaded(CLIPPED), list(map(batch, range(6)))
     start = parameters(), tx.init(parameters())
-    wanted, losses = loop(step_of(ADAMW, "update"), (parameters(), ADAMW.init(parameters())), batches)
+    wanted, losses = loop(step_of(CLIPPED, "update"), (parameters(), CLIPPED.init(parameters())), batches)
     train = pipelined(step_of(tx), gradients=gradients)
     carry, returned = advance(train, copied(start), batches[:3])
     saved = carry if what == "the carry" else train.finish(carry)
@@ -64,11 +64,11 @@ def test_resume_from_a_checkpoint(what, gradients, tmp_path):
         carry, rest = advance(fresh, back, batches[3:])
         returned += rest
     np.testing.assert_allclose(now(returned), losses, rtol=0, atol=1e-5)
-    assert_close(fresh.finish(carry)[0], wanted[-1][0], 1e-5)
+    assert_close(fresh.finish(carry)[0], wanted[-1][0], 1e-4)
 
 
 def test_a_copy_of_a_carry_goes_on_by_itself():
-    tx, batches = offloaded(), list(map(batch, range(3)))
+    tx, batches = offloaded(CLIPPED), list(map(batch, range(3)))
     train = pipelined(step_of(tx))
     carry, _ = train.start(parameters(), tx.init(parameters()), batches[0])
     other = copied(carry)
@@ -80,7 +80,7 @@ def test_a_copy_of_a_carry_goes_on_by_itself():
 
 
 def test_nothing_of_start_is_donated_before_the_first_call():
-    tx = offloaded()
+    tx = offloaded(CLIPPED)
     params, state = parameters(), tx.init(parameters())
     train = pipelined(step_of(tx))
     carry, _ = train.start(params, state, batch(0))

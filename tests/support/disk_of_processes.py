@@ -24,7 +24,7 @@ from jax_offload._base.on_disk import is_on_disk
 from jax_offload._base.processes import allgathered
 from jax_offload._disk.files import Files
 from jax_offload._drive import stages
-from jax_offload._plan import by_rows
+from jax_offload._plan import transfers as by_rows
 from tests.support.trees import shardings_in
 
 WIDTH = 16

@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 import jax_offload as jo
 from jax_offload._base.on_disk import is_on_disk
 from jax_offload._drive import stages
-from jax_offload._plan import by_rows
+from jax_offload._plan import transfers as by_rows
 from tests.disk.faulty import Faulty, no_fault
 
 INNER = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-2))

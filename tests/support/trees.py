@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from typing import Any
 
 import jax
-import jax.extend.core as jex
 import jax.numpy as jnp
 import numpy as np
-
-from jax_offload._base.on_disk import is_on_disk
 
 # XLA's passes are those of any program; only LLVM does less, and compiles in half the time.
 FAST = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
@@ -38,6 +34,11 @@ def assert_close(got: Any, want: Any, rtol: float) -> None:
         assert np.linalg.norm(a - b) <= rtol * np.linalg.norm(b) + 1e-12, name
 
 
+def is_on_disk(x: Any) -> bool:
+    """Whether ``x`` stands for a leaf on disk."""
+    return type(x).__name__ == "OnDisk"
+
+
 def handles(state: Any) -> list[Any]:
     """What stands in a state for leaves on disk."""
     return [x for x in jax.tree.leaves(state, is_leaf=is_on_disk) if is_on_disk(x)]
@@ -59,14 +60,6 @@ def gradients(params: Any, k: int = 0) -> Any:
     return jax.tree.map(lambda p: (jnp.sin(3 * p.astype(jnp.float32) + k) + 0.1).astype(p.dtype), params)
 
 
-def equations(jaxpr: Any) -> Iterator[Any]:
-    """Those of a jaxpr and of the jaxprs in it: small leaves stream in a loop of their own."""
-    for eqn in jaxpr.eqns:
-        yield eqn
-        for inner in jex.jaxprs_in_params(eqn.params):
-            yield from equations(inner)
-
-
 def in_scope(traced: Any, what: str, platform: str = "cuda") -> list[tuple[str, str]]:
     """The leaf and the text of each operation that is lowered as a "prefetch", a "write-back" or an "update"."""
     text = traced.lower(lowering_platforms=(platform,)).as_text(debug_info=True)
@@ -83,7 +76,9 @@ def shardings_in(tree):
 def copied(tree: Any) -> Any:
     """``tree`` in new buffers of its own, which can be donated."""
 
-    def copy(x: jax.Array) -> jax.Array:
+    def copy(x: Any) -> Any:
+        if not isinstance(x, jax.Array):
+            return x
         if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
             return jax.device_put(jax.random.wrap_key_data(jax.random.key_data(x).copy()), x.sharding)
         return jax.device_put(np.array(x), x.sharding)

@@ -21,7 +21,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jax_offload._base.own_primitives import MARK, mark
 from jax_offload._ir.primitives import ELEMENTWISE, REDUCE
 from jax_offload._plan import rules
-from jax_offload._plan.rules import Dependent, Partial, Rows, chunked_dims, run_chunk
+from jax_offload._plan.rules import Dependent, Partial, Rows, Where, chunked_dims, run_chunk
 from tests.support.trees import FAST
 
 pytestmark = pytest.mark.oldest("the stages, on jax's own jaxprs")
@@ -67,7 +67,7 @@ class Case:
 
     @property
     def where(self):
-        return self.leaf[self.axis], self.leaf, self.axis
+        return Where(self.leaf[self.axis], self.leaf, self.axis)
 
     def jaxpr(self):
         closed = jax.make_jaxpr(self.fun)(*self.values)
@@ -78,7 +78,7 @@ class Case:
 def in_chunks_and_whole(case, values):
     """The results of ``run_chunk`` for each chunk, put together, and those of the function."""
     jaxpr, size = case.jaxpr(), case.leaf[case.axis]
-    dims, parts = chunked_dims(jaxpr, case.given, *case.where), []
+    dims, parts = chunked_dims(jaxpr, case.given, case.where), []
     for start, stop in ((a, min(b, size)) for a, b in CHUNKS if a < size):
         args = [
             x if d is None else lax.slice_in_dim(x, start * d.per_row, stop * d.per_row, axis=d.dim)
@@ -268,7 +268,7 @@ ACCEPTED = [
 @pytest.mark.parametrize("case", ACCEPTED, ids=case_id)
 def test_rows_that_stay_apart(case):
     jaxpr, expected = case.jaxpr(), case.dims if isinstance(case.dims, list) else [case.dims]
-    assert chunked_dims(jaxpr, case.given, *case.where) == expected
+    assert chunked_dims(jaxpr, case.given, case.where) == expected
     assert_in_chunks_as_whole(case)
 
 
@@ -342,7 +342,7 @@ REFUSED = [
 @pytest.mark.parametrize("case", REFUSED, ids=case_id)
 def test_rows_that_depend_on_each_other_or_may(case):
     with pytest.raises(Dependent, match=f"^({case.dims})"):
-        chunked_dims(case.jaxpr(), case.given, *case.where)
+        chunked_dims(case.jaxpr(), case.given, case.where)
 
 
 def test_a_choice_of_its_own_for_every_row():
@@ -350,9 +350,9 @@ def test_a_choice_of_its_own_for_every_row():
     jaxpr = jax.make_jaxpr(choice(jnp.sin, jnp.cos))(jnp.int32(0), integers(LEAF, jnp.float32)).jaxpr
     (cond,) = (eqn for eqn in jaxpr.eqns if eqn.primitive.name == "cond")
     alone = jex.Jaxpr([], cond.invars, cond.outvars, [cond], cond.effects, jaxpr.debug_info._replace(arg_names=None))
-    assert chunked_dims(alone, [None, ROW], SIZE, LEAF, 0) == [ROW]
+    assert chunked_dims(alone, [None, ROW], Where(SIZE, LEAF, 0)) == [ROW]
     with pytest.raises(Dependent, match="cond on a row"):
-        chunked_dims(alone, [ROW, ROW], SIZE, LEAF, 0)
+        chunked_dims(alone, [ROW, ROW], Where(SIZE, LEAF, 0))
 
 
 # ---- every name that counts as elementwise, with a function that jax traces to it
@@ -410,7 +410,7 @@ def test_an_elementwise_primitive(name):
     case = elementwise_case(name)
     jaxpr = case.jaxpr()
     assert name in [eqn.primitive.name for eqn in jaxpr.eqns]
-    assert chunked_dims(jaxpr, case.given, *case.where) == [ROW] * len(jaxpr.outvars)
+    assert chunked_dims(jaxpr, case.given, case.where) == [ROW] * len(jaxpr.outvars)
     # some functions of XLA's are off by an ulp or two where a vector register is not full
     assert_in_chunks_as_whole(case, rtol=3e-7)
 

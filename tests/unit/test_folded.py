@@ -112,7 +112,5 @@ def test_a_table_as_a_dictionary_and_as_html():
     assert {leaf["path"]: leaf["host"] for leaf in found["leaves"]} == {leaf.path: leaf.host for leaf in table.leaves}
     assert found["leaves"][1]["shape"] == [512, 512] and found["windows"][0]["nbytes"] == table.windows[0].nbytes
     html = table._repr_html_()
-    heading = "pinned_host, 2.00 MiB: eligible; 4 chunks of axis 0, 2 leaves together"
-    assert html.count("<table>") == 1 and f">{heading}</th></tr>" in html
-    assert 'nowrap">512×512</td>' in html and 'nowrap">[0]' not in html  # a path may be broken, and nothing else
-    assert "&lt;w&gt;" in html and "<w>" not in html and "<p>optimizer state: 2.00 MiB" in html
+    assert html.startswith("<pre>") and "pinned_host, 2.00 MiB: eligible; 4 chunks of axis 0, 2 leaves together" in html
+    assert "&lt;w&gt;" in html and "<w>" not in html

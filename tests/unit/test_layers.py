@@ -8,7 +8,13 @@ import sys
 from graphlib import TopologicalSorter
 from pathlib import Path
 
+import jax
+import jax.numpy as jnp
+import optax
 import pytest
+
+import jax_offload as jo
+from jax_offload._base import private
 
 pytestmark = pytest.mark.oldest("the stages, on jax's own jaxprs")
 
@@ -121,6 +127,23 @@ PRIVATE = re.compile(_MODULES + r"|_getframe|unsafe_(?!buffer_pointer)|\._trace\
 )
 def test_private_use_is_found(line):
     assert PRIVATE.search(line)
+
+
+@pytest.mark.parametrize("moved", ["parent", "in_tracers", "val"])
+def test_loud_where_jax_has_moved(moved, monkeypatch):
+    """Without this an update under plain ``jit`` would run among the matmuls, and nobody would know."""
+    part_of = private._part_of
+    monkeypatch.setattr(
+        private, "_part_of", lambda x, *names: part_of(x, *(f"no {n}" if n == moved else n for n in names))
+    )
+    params = jax.device_put({"a": jnp.ones((64, 64)), "b": jnp.ones((64, 64))}, jax.devices()[0])
+    tx = jo.offload(optax.adam(1e-2), min_bytes=0)
+
+    def step(params, state, x):
+        return tx.update(jax.grad(lambda p: (jnp.tanh(x @ p["a"]) @ p["b"]).sum())(params), state, params)
+
+    with pytest.raises(RuntimeError, match=f"no 'no {moved}' in"):
+        jax.jit(step).lower(params, tx.init(params), jnp.ones((4, 64)))
 
 
 def test_barriers_stand_in_one_module():

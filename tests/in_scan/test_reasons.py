@@ -1,0 +1,187 @@
+"""Why an update does not move into a scan: the step says so, with the line of the user's program."""
+
+import warnings
+from pathlib import Path
+
+import jax
+import jax.experimental
+import jax.numpy as jnp
+import optax
+import pytest
+
+import jax_offload as jo
+from tests.support.steps import ADAMW, CLIPPED, all_moved, batch, loss_of, moved, new_params, offloaded, placement
+
+TX = offloaded(ADAMW, min_bytes=0)
+DROPPED = "nothing that the step returns is made by its update"
+# what a step returns of what is new (parameters, state, the norm of the change, a loss) and of what is old; what is
+# said of it, and whether it warns
+UNRETURNED = {
+    "old state": (lambda new, old: (new[0], old[1], new[3]), "and 5 more of the state as before", True),
+    "old parameters": (lambda new, old: (old[0], new[1]), "the new state, and the parameters as they were", True),
+    "old ones and a loss": (lambda new, old: (*old, new[3]), DROPPED, True),
+    "a loss": (lambda new, old: new[3], DROPPED, True),
+    "old ones and a norm": (lambda new, old: (*old, new[2]), "its state as it was, and of its update only", False),
+    "a norm": (lambda new, old: new[2], "", False),
+    "old parameters beside": (lambda new, old: (*new, old[0]), "", False),
+}
+
+
+@pytest.mark.parametrize("form", ["update_params", "update"])
+@pytest.mark.parametrize("kind", UNRETURNED)
+def test_an_update_that_is_not_returned(kind, form):
+    """The step runs as written, says so, and warns where that is hardly meant."""
+    returned, expected, warns = UNRETURNED[kind]
+
+    def step(params, state, x):
+        value, grads = jax.value_and_grad(loss_of)(params, x)
+        new, after = new_params(TX, form, grads, state, params)
+        norm = optax.tree.norm(jax.tree.map(jnp.subtract, new, params))
+        return returned((new, after, norm, value), (params, state))
+
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        why = " ".join(placement(jo.jit(step), TX).stays)
+    assert expected in why if expected else "return" not in why
+    assert len(said) == warns
+    assert all(str(each.message).startswith("jo.jit: ") and expected in str(each.message) for each in said)
+
+
+def by_index(params, batch):
+    """The batch decides which layers run, and the gradients of all are summed up in a whole stack."""
+    first = (batch["x"][0, 0] > 1e6).astype(jnp.int32)
+    layer = lambda x, i: (jnp.tanh(x @ params["layers"][(i + first) % 4]), None)  # noqa: E731
+    return (jax.lax.scan(layer, batch["x"], jnp.arange(4))[0] ** 2).mean()
+
+
+def recurrent(params, batch):
+    layer = lambda x, _: (jnp.tanh(jnp.einsum("bi,lij->bj", x, params["layers"])), None)  # noqa: E731
+    return (jax.lax.scan(layer, batch["x"], None, length=3)[0] ** 2).mean()
+
+
+def over_microbatches(change=lambda grads: grads, also=lambda x: None):
+    """Gradients of ``loss``; ``change``: of their sum; ``also``: of every microbatch."""
+
+    def gradients_of(loss):
+        def gradients(params, batch):
+            def add(total, x):
+                also(x)
+                return jax.tree.map(jnp.add, total, jax.grad(loss)(params, x)), None
+
+            parts = jax.tree.map(lambda x: x.reshape(len(x), 1, *x.shape[1:]), batch)
+            return change(jax.lax.scan(add, jax.tree.map(jnp.zeros_like, params), parts)[0])
+
+        return gradients
+
+    return gradients_of
+
+
+def by_norm(grads):
+    return jax.tree.map(lambda g, norm=optax.tree.norm(grads): g / norm, grads)
+
+
+def changed_by(change):
+    """The gradients, changed leaf by leaf."""
+    return lambda loss: lambda params, x: jax.tree.map(change, jax.grad(loss)(params, x))
+
+
+def scaled_by_the_cotangent(loss):
+    """By a number that the backward scan carries out: the batch's gradient."""
+
+    def gradients(params, batch):
+        grads, of_x = jax.grad(lambda p, x: loss(p, batch | {"x": x}), argnums=(0, 1))(params, batch["x"])
+        return jax.tree.map(lambda g: g / (1 + jnp.abs(of_x).max()), grads)
+
+    return gradients
+
+
+def unrolled(params, batch):
+    return loss_of(params, batch, unrolled=True)
+
+
+HOSTS, EFFECT = "cannot host the update: ", over_microbatches(also=lambda x: jax.debug.callback(lambda v: None, x["x"]))
+STAYS = {
+    "takes its layers by their index": (jax.grad, by_index),
+    "every iteration of a scan uses it": (jax.grad, recurrent),
+    HOSTS + "something that needs all gradients": (over_microbatches(by_norm), loss_of),
+    HOSTS + "it has effects": (EFFECT, loss_of),
+    HOSTS + "it runs in a loop of its own": (over_microbatches(), unrolled),
+    "a number that the same scan carries to its end": (scaled_by_the_cotangent, loss_of),
+    "something that needs all gradients": (lambda loss: lambda p, x: by_norm(jax.grad(loss)(p, x)), loss_of),
+    "keep layers apart: cumsum": (changed_by(lambda g: jnp.cumsum(g, 0)), loss_of),
+    "keep layers apart: rev": (changed_by(lambda g: g[::-1]), loss_of),
+}
+
+
+@pytest.mark.parametrize("expected", STAYS)
+def test_why_nothing_moves(expected):
+    make, loss = STAYS[expected]
+    gradients = make(loss)
+    table = placement(jo.jit(lambda p, s, x: jo.update_params(TX, gradients(p, x), s, p)), TX)
+    assert not any(inside for path, inside in moved(table).items() if "layers" in path)
+    assert any(expected in why for why in table.stays), table.stays
+
+
+@pytest.mark.parametrize("kind", ["one microbatch", "a dtype among the arguments"])
+def test_what_is_no_reason(kind):
+    """A scan over one is its iteration; a dtype is static, and no mutable array."""
+    gradients = over_microbatches()(loss_of)
+
+    def step(params, state, x, dtype):
+        x = jax.tree.map(lambda x: x.astype(dtype)[:1], x) if kind == "one microbatch" else x
+        grads = gradients(params, x) if kind == "one microbatch" else jax.grad(loss_of)(params, x)
+        return jo.update_params(TX, grads, state, params)
+
+    assert all_moved(placement(jo.jit(step, static_argnums=3), TX, batch(0), jnp.float32))
+
+
+def test_a_reason_names_the_line_of_the_users_program():
+    clipping = offloaded(CLIPPED)
+
+    def normed(params, state, x):
+        grads = jax.grad(loss_of)(params, x)
+        norm = optax.tree.norm(grads)
+        return jo.update_params(TX, jax.tree.map(lambda g: g / norm, grads), state, params)  # normed
+
+    def clipped(params, state, x):
+        grads = jax.grad(loss_of)(params, x)
+        return jo.update_params(clipping, grads, state, params)  # clipped
+
+    def looping(params, state, x):
+        def one(carry):
+            k, params, state = carry
+            return k + 1, *jo.update_params(TX, jax.grad(loss_of)(params, x), state, params)
+
+        return jax.lax.while_loop(lambda carry: carry[0] < 2, one, (0, params, state))  # looping
+
+    lines = Path(__file__).read_text().splitlines()
+    for step, tx in (normed, TX), (clipped, clipping), (looping, TX):
+        line = 1 + next(k for k, text in enumerate(lines) if text.endswith(f"  # {step.__name__}"))
+        why = placement(jo.jit(step), tx).stays
+        assert why and all(each.endswith(f"tests/in_scan/test_reasons.py:{line})") for each in why), why
+
+
+def test_effects_in_order():
+    """jax cannot run these with host memory (0.12: a result too many); the step is left as it is, and says so."""
+
+    def step(params, state, x):
+        value, grads = jax.value_and_grad(loss_of)(params, x)
+        jax.experimental.io_callback(lambda x: None, None, value, ordered=True)
+        return jo.update_params(TX, grads, state, params)
+
+    table = placement(jo.jit(step), TX)
+    assert not any(moved(table).values()) and "effects whose order" in " ".join(table.stays)
+
+
+def test_a_step_without_an_update():
+    """And one whose update is jitted, and called for two networks."""
+    step = lambda params, state, x: (params, state, jax.grad(loss_of)(params, x))  # noqa: E731
+    assert "no update of an offload was seen in it" in " ".join(placement(jo.jit(step), TX).stays)
+    update = jax.jit(TX.update)
+
+    def twice(params, state, x):
+        grads = jax.grad(loss_of)(params, x)
+        first, state = update(grads, state, params)
+        return update(first, state, params)
+
+    assert any("jitted update" in why for why in placement(jo.jit(twice), TX).stays)
