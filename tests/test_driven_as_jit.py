@@ -210,6 +210,51 @@ def test_a_step_is_as_under_jit(name, way, tmp_path):
     assert steady == 0
 
 
+SETTINGS = {
+    "no tracer outlives its trace": jax.checking_leaks,
+    "no transfer that nobody asked for": functools.partial(jax.transfer_guard, "disallow"),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_settings_that_forbid(setting, way, tmp_path):
+    tx = offloaded(way, tmp_path)
+    p, x = jax.device_put((jnp.eye(8), x_of(0)), jax.devices()[0])
+    with jax.checking_leaks():
+        s = tx.init(p)
+    step = jo.jit(signature(plain, tx))
+    for _ in range(2):
+        with SETTINGS[setting]():
+            p, s = step(p, s, x)
+    if way != "disk":
+        train = jo.pipelined(signature(plain, tx), donate_argnames=("p", "s"))
+        with SETTINGS[setting]():
+            p, s = train.finish(train.start(p, s, x)[0])
+    assert np.isfinite(p).all()
+
+
+def last_gradient():
+    """An optimizer that keeps the last gradient, and reads it nowhere."""
+    return optax.GradientTransformation(
+        lambda p: jax.tree.map(jnp.zeros_like, p), lambda g, s, p=None: (jax.tree.map(lambda x: -0.1 * x, g), g)
+    )
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_state_that_no_update_reads(way, tmp_path):
+    """Nothing waits for such a leaf, whose next value is written while the last one still is."""
+    found = []
+    for jit, tx in (jax.jit, last_gradient()), (jo.jit, offloaded(way, tmp_path, last_gradient())):
+        step, p = jit(signature(plain, tx)), jax.device_put(jnp.eye(8), jax.devices()[0])
+        s = tx.init(p)
+        for k in range(8):
+            p, s = step(p, s, x_of(k))
+        found.append((np.asarray(p), np.asarray(s)))
+    for got, want in zip(*found, strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
+
+
 @pytest.mark.parametrize("way", WAYS)
 def test_a_buffer_that_is_filled_anew_changes_no_result(way, tmp_path):
     tx = offloaded(way, tmp_path)

@@ -13,7 +13,7 @@ import contextlib
 import secrets
 from collections import deque
 from collections.abc import Iterable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
@@ -293,11 +293,15 @@ class Disk:
         """Start to write a leaf's next value, or some ranges of it, once it has been computed."""
         found = self._leaf(name).within(rows)
         self._updating = True
-        future = self._writers.submit(self._write, name, [x], found)
+        before = [self._writing[k] for k, _ in found if k in self._writing]  # of a leaf that no update reads
+        future = self._writers.submit(self._write, name, [x], found, before)
         self._writing |= dict.fromkeys((k for k, _ in found), future)
         return future
 
-    def _write(self, name: str, value: list[jax.Array], found: Sequence[tuple[int, Any]]) -> None:
+    def _write(
+        self, name: str, value: list[jax.Array], found: Sequence[tuple[int, Any]], before: Sequence[Future[None]]
+    ) -> None:
+        wait(before)
         try:
             parts = parts_of(value.pop())  # the list outlives this call by a moment, and would keep the array
             self.store.write({k: gathered(parts, box) for k, box in found})

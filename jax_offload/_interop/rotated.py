@@ -56,15 +56,12 @@ class Rotated:
         leaves, self._treedef = jax.tree.flatten(tuple(carried.values()))
         arrays, rest_tree = jax.tree.flatten(dict(rest))
         self.carried = jax.tree.unflatten(self._treedef, [_abstract(x) for x in leaves])
-        structure: list[Any] = []
 
-        def call(leaves: Sequence[Any], arrays: Sequence[Any]) -> list[Any]:
+        def call(leaves: Sequence[Any], arrays: Sequence[Any]) -> Any:
             own = dict(zip(carried, jax.tree.unflatten(self._treedef, leaves), strict=True))
-            result = step(own | jax.tree.unflatten(rest_tree, arrays))
-            structure[:] = [result]
-            return jax.tree.leaves(result)
+            return step(own | jax.tree.unflatten(rest_tree, arrays))
 
-        closed, _ = jaxpr_of(call, [in_its_memory(x) for x in leaves], arrays)
+        closed, result_tree = jaxpr_of(call, [in_its_memory(x) for x in leaves], arrays)
         program = dereferenced(flat(closed, any_jit=True), any_jit=True)
         inputs = program.inputs[len(program.consts) :]
         own, given = inputs[: len(leaves)], inputs[len(leaves) :]
@@ -73,7 +70,7 @@ class Rotated:
         def origins(bits: Mapping[str, int]) -> list[int]:
             return origins_of(program, {v: bits.get(name, 0) for v, name in zip(own, owners, strict=True)})
 
-        places, self._others = matched(carried, structure.pop(), origins)
+        places, self._others = matched(carried, jax.tree.unflatten(result_tree, closed.out_avals), origins)
         program = pending.on_host(program, dict(zip(own, leaves, strict=True))) if on_host else program
         self._cut = cut = cut_step(program)
         if why := _model_in_update(cut, dict(zip(own, owners, strict=True)), given):

@@ -340,7 +340,10 @@ def traced_init(
 
     def init(params: Any) -> Any:
         state = tx.init(params)
-        found.append(state)
+        # Tracers do not outlive their trace: jax.checking_leaks() raises where they do.
+        found.append(
+            jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype) if isinstance(x, Tracer) else x, state)
+        )
         return state
 
     with described(params, remember=remember):

@@ -35,7 +35,7 @@ from jax_offload._base.jaxprs import (
     closed as as_closed,
 )
 from jax_offload._base.memory import is_host_aval, on_host
-from jax_offload._base.on_disk import READ, is_on_disk
+from jax_offload._base.on_disk import READ, WRITE, is_on_disk
 from jax_offload._emit.chunks import or_batched
 from jax_offload._emit.find import holds_update, is_update
 from jax_offload._emit.hoisted import scanned
@@ -83,8 +83,8 @@ def rewritten(step: Callable[..., Any], drive: Drive | None = None) -> Callable[
 
 
 def _updates(closed: ClosedJaxpr) -> bool:
-    """Whether a function is a step: it updates something, or reads a leaf from disk."""
-    return any(holds_update(eqn) or eqn.primitive is READ for eqn in closed.jaxpr.eqns)
+    """Whether a function is a step: it updates something, or uses a leaf on disk."""
+    return any(holds_update(eqn) or eqn.primitive in (READ, WRITE) for eqn in closed.jaxpr.eqns)
 
 
 def _is_static(x: Any) -> bool:
@@ -98,14 +98,17 @@ def _is_static(x: Any) -> bool:
 
 def is_driven(closed: ClosedJaxpr) -> bool:
     """Whether Python is to drive a step, because one of its results needs the host's cores or files."""
-    return any(map(_holds_driven, closed.jaxpr.eqns)) and any(
-        map(_holds_driven, without_dead_code(closed.jaxpr)[0].eqns)
-    )
+    eqns = closed.jaxpr.eqns
+    return any(map(_holds_driven, eqns)) and any(map(_holds_driven, without_dead_code(closed.jaxpr)[0].eqns))
 
 
 def _holds_driven(eqn: Equation) -> bool:
-    """Whether an equation is or holds an update that Python drives, or the read of a leaf from disk."""
-    return holds(eqn, lambda each: each.primitive is READ or (is_update(each) and each.params["update"].driven))
+    """Whether an equation is or holds an update that Python drives, or uses a leaf on disk."""
+
+    def driven(each: Equation) -> bool:
+        return each.primitive in (READ, WRITE) or (is_update(each) and each.params["update"].driven)
+
+    return holds(eqn, driven)
 
 
 def emitted(closed: ClosedJaxpr, args: Sequence[Any]) -> list[Any]:
