@@ -7,6 +7,7 @@ from jax_offload._analysis.inspection import Inspection as Inspection
 from jax_offload._analysis.profiled import Profile as Profile
 from jax_offload._analysis.timeline import Timeline as Timeline
 from jax_offload._disk.disk import Disk as Disk
+from jax_offload._interop.pipelined import Pipelined as Pipelined
 from jax_offload._placement.placement import Leaf as Leaf
 from jax_offload._precision.storage import StoredState as StoredState
 from jax_offload._report.printed import Placement as Placement
@@ -16,6 +17,7 @@ __all__ = [
     "Disk",
     "Inspection",
     "Leaf",
+    "Pipelined",
     "Placement",
     "Plan",
     "Profile",

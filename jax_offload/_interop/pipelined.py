@@ -17,8 +17,7 @@ import jax
 from jax.core import Tracer
 
 from jax_offload._interop.jit import Jitted
-from jax_offload._interop.matching import array_of, is_traced
-from jax_offload._interop.rotated import Aux, Carry, Rotated
+from jax_offload._interop.rotated import Aux, Carry, Rotated, array_of, is_traced
 
 
 def pipelined(
@@ -62,7 +61,7 @@ def pipelined(
         them (docs/step.md).
 
     Returns:
-      A ``Pipelined``: ``start``, the call itself, ``finish``, and ``params`` for a look at the current parameters.
+      A ``types.Pipelined``: ``start``, the call itself, ``finish``, and ``params``, the current parameters.
 
     Raises:
       ValueError: a name or position is no parameter of the step, or nothing is carried. At the first call: the step has
@@ -117,7 +116,26 @@ def _chosen(
 
 
 class Pipelined:
-    """A step that ``jax_offload.pipelined`` has turned around: ``start``, call, ``finish``."""
+    """A step that ``jax_offload.pipelined`` has turned around: ``start``, call, ``finish``.
+
+    Args:
+      step: the original step.
+      names: the names of the carried arguments.
+      static: the names of the static arguments.
+      on_host: whether gradients wait in pinned host memory.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, optax, jax_offload as jo
+      >>> tx = jo.offload(optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3)))
+      >>> def step(params, state, x):
+      ...     return jo.update_params(tx, jax.grad(lambda w: jnp.tanh(x @ w).mean())(params), state, params)
+      >>> params, x = jax.device_put((jnp.ones((256, 256)), jnp.ones((2, 256))), jax.devices()[0])
+      >>> train = jo.pipelined(step, donate_argnums=(0, 1))
+      >>> carry, aux = train.start(params, tx.init(params), x)
+      >>> train.params(carry).shape  # to evaluate; the update stays pending
+      (256, 256)
+      >>> params, state = train.finish(carry)
+    """
 
     def __init__(
         self, step: Callable[..., Any], names: tuple[str, ...], static: tuple[str, ...], *, on_host: bool = False
@@ -139,14 +157,15 @@ class Pipelined:
         """Compute the gradients of the first batch.
 
         Args:
-          *args, **kwargs: the step's arguments.
+          *args: the step's arguments.
+          **kwargs: the same by name.
 
         Returns:
           The carry, for the first call or ``finish``, and an ``Aux`` with what else the step returns.
 
         Raises:
           TypeError: a carried argument is missing, or another argument is not an array and not static.
-          ValueError: the step cannot be turned round, as ``pipelined`` says.
+          ValueError: the step cannot be turned around, as ``pipelined`` says.
         """
         given = self._given(args, kwargs)
         carried = {name: jax.tree.map(array_of, given[name]) for name in self._names}
@@ -159,7 +178,8 @@ class Pipelined:
 
         Args:
           carry: the carry from ``start`` or the last call. It is donated; use it once.
-          *args, **kwargs: the step's arguments without the carried ones.
+          *args: the step's arguments without the carried ones.
+          **kwargs: the same by name.
 
         Returns:
           The next carry, and an ``Aux``: ``now`` belongs to this batch, ``late`` to the batch before.
