@@ -100,8 +100,18 @@ def scanned(params, x):
     return (jax.lax.scan(lambda x, w: (layer(x, w), None), x, params)[0] ** 2).mean()
 
 
-@pytest.mark.parametrize("way", [pytest.param(jo.jit, id="jit"), pytest.param(jo.pipelined, id="pipelined")])
-@pytest.mark.parametrize("loss", [unrolled, scanned])
+MORE = pytest.mark.long("more kinds of steps")
+
+
+@pytest.mark.parametrize(
+    ("loss", "way"),
+    [
+        pytest.param(unrolled, jo.jit, id="unrolled-jit"),
+        pytest.param(scanned, jo.pipelined, id="scanned-pipelined"),
+        pytest.param(unrolled, jo.pipelined, id="unrolled-pipelined", marks=MORE),
+        pytest.param(scanned, jo.jit, id="scanned-jit", marks=MORE),
+    ],
+)
 def test_a_step_of_twice_the_leaves_is_twice_the_work(loss, way):
     """Where an update moves into a scan of the step, or between its passes, or the step is turned round."""
     inner = optax.adam(1e-3) if way is jo.jit else clip_adamw()

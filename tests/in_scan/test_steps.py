@@ -213,7 +213,7 @@ STEPS = {  # whether the update of the stack moves, or why it does not
     "layers by a given number": (of_network(by_a_given_number), False),
     "a backward pass by hand": (of_network(by_hand), False),
 }
-LONG = {"printing", "reading after the update", "inside of a jit", "layers by a given number"}
+LONG = {"printing", "reading after the update", "a mutable array", "inside of a jit", "layers by a given number"}
 
 
 @pytest.mark.parametrize(
