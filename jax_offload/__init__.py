@@ -13,9 +13,9 @@ from importlib import metadata as _metadata
 from jax_offload._disk.option import disk as disk
 from jax_offload._interop.checkpoint import restore as restore
 from jax_offload._interop.checkpoint import save_args as save_args
+from jax_offload._interop.jit import compiler_options as compiler_options
 from jax_offload._interop.jit import jit as jit
 from jax_offload._interop.pipelined import pipelined as pipelined
-from jax_offload._interop.xla_options import compiler_options as compiler_options
 from jax_offload._offload import offload as offload
 from jax_offload._precision.formats import Storage as Storage
 from jax_offload._precision.masters import with_master_params as with_master_params

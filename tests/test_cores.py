@@ -105,12 +105,6 @@ SHARES = [
     {"layer_0": "device", "layer_1": 0.5, "layer_2": "host", "layer_3": "host"},
     [("[13]/w", "host")],
 ]
-KINDS = {
-    "plain": plain_layer,
-    "checkpointed": jax.checkpoint(plain_layer),
-    "a scan in each": lambda x, p: jax.lax.fori_loop(0, 2, lambda _, x: plain_layer(x, p), x),
-    "a softmax": lambda x, p: x + jax.nn.softmax(plain_layer(x, p)),
-}
 
 
 @pytest.mark.oldest("the step, cut and driven")
@@ -124,14 +118,6 @@ def test_a_driven_step_is_the_step(inner, donate, share):
     assert {x.sharding for x in jax.tree.leaves(got)} == {
         SingleDeviceSharding(jax.devices()[1], memory_kind=kind) for kind in ("device", "pinned_host")
     }
-
-
-@pytest.mark.usefixtures("small_groups")
-@pytest.mark.parametrize("share", ["host", 0.6])
-@pytest.mark.parametrize("layer", KINDS)
-def test_kinds_of_layers(layer, share):
-    tx, loss = offload(ADAMW, share), loss_of(KINDS[layer])
-    check(step_of(tx, loss), step_of(ADAMW, loss), tx, model())
 
 
 def stacked(reverse=False, unroll=1, cast=None, remat=False):
@@ -254,21 +240,6 @@ def test_donated_state_is_written_in_place(groups):
         params, state, last = step(params, state, X)
     assert addresses(state) == where and all(leaf.is_deleted() for leaf in jax.tree.leaves(given))
     assert_same(jo.to_device((params, state, last)), want, "in place")
-
-
-@pytest.mark.usefixtures("small_groups")
-def test_state_that_the_step_reads_too_is_not_written():
-    """Another program reads the old moments: they have the old numbers, wherever it runs in the step."""
-
-    def step_with(tx):
-        def step(params, state, x):
-            new = step_of(tx)(params, state, x)
-            return *new[:2], jax.tree.map(lambda x: jnp.sum(jo.to_device(x)), state)
-
-        return step
-
-    tx = offload(ADAMW)
-    check(step_with(tx), step_with(ADAMW), tx, model())
 
 
 @pytest.mark.parametrize("through", ["update", "update_params"])

@@ -154,19 +154,6 @@ def test_an_update_that_is_always_skipped(disk):
     assert_equal(read(jo.jit(step)(params, state, X)), before)
 
 
-def test_a_commit_after_a_skipped_update(disk):
-    """Holds the same state, and what follows is as undisturbed."""
-    tx, params = jo.offload(CLIPPED, min_bytes=1024, disk=disk), model()
-    params, state = run(skipping(tx), params, tx.init(params), [False, True])
-    disk.commit(2, (params, state))
-    committed = read((params, state))
-    undisturbed = read(run(skipping(tx), params, state, [False, True, False]))
-    (params, state), step = disk.resume((model(), jo.abstract_state(tx, model())))
-    assert step == 2
-    assert_equal(read((params, state)), committed)
-    assert_equal(read(run(skipping(tx), params, state, [False, True, False])), undisturbed)
-
-
 # ---- pipelined -------------------------------------------------------------------------------------------------------
 
 

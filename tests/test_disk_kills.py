@@ -64,21 +64,6 @@ def test_killed_at_any_moment_it_goes_on_bit_for_bit(kills, devices, tmp_path, m
         np.testing.assert_array_equal(a, b)
 
 
-@pytest.mark.long("trains 25 million parameters twice")
-@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="Linux says what a process has had in memory")
-def test_a_state_of_ten_times_what_it_has_of_host_memory(tmp_path):
-    """The peak of a process falls by most of what is on disk: of 176 MiB at least 80."""
-    width, layers, host_bytes = 1024, 24, 2**24
-    assert 2 * layers * width * width * 4 >= 10 * host_bytes
-    peaks = {}
-    for what in ("host", "disk"):
-        process = child(what, tmp_path / what, host_bytes, width, layers, 3)
-        said, _ = process.communicate()
-        assert process.returncode == 0
-        peaks[what] = int(said.split("MiB")[-1])
-    assert peaks["disk"] + 80 < peaks["host"], peaks
-
-
 @pytest.mark.long("trains 67 million parameters")
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="Linux limits the addresses of a process")
 def test_under_a_limit_that_the_state_in_memory_does_not_fit(tmp_path):

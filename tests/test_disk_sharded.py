@@ -12,7 +12,7 @@ import jax_offload as jo
 from jax_offload._base.on_disk import is_on_disk
 from jax_offload._plan import transfers as by_rows
 from tests.support.rows import rows
-from tests.support.trees import assert_close, assert_equal, handles, read, shardings_in
+from tests.support.trees import assert_close, assert_equal, handles, read
 
 pytestmark = [
     pytest.mark.usefixtures("small_groups"),
@@ -72,37 +72,6 @@ def assert_as_in_abstract_state(tx, params, state):
 
 
 # ---- values and places ---------------------------------------------------------------------------------------------
-
-
-@pytest.mark.long("more shardings", but=["data"])
-@pytest.mark.parametrize("over", [None, "data"])
-def test_a_batch_divided_between_devices(over, disk):
-    """With the shardings of ``abstract_state`` for the results, and compiled once. Gradients that the update divides
-    leave their program divided."""
-    mesh = mesh_of()
-    params = jax.tree.map(lambda x: x / 8, network(mesh, REPLICATED))
-    x = jax.device_put(np.random.default_rng(0).normal(size=(8, 32)).astype(np.float32), NamedSharding(mesh, P("data")))
-
-    def loss(params, x):
-        x = jnp.tanh(x @ params["embed"] @ params["head"])
-        return (x**2).mean() + sum((p**2).mean() for p in jax.tree.leaves(params["layers"]))
-
-    results = []
-    for files in (None, disk):
-        tx = jo.offload(CLIPPED, min_bytes=0, shard_over=over, disk=files)
-
-        def step(params, state, x, tx=tx):
-            return jo.update_params(tx, jax.grad(loss)(params, x), state, params)
-
-        places = jax.tree.map(lambda p: p.sharding, params), shardings_in(jo.abstract_state(tx, params))
-        step, after, state = jo.jit(step, out_shardings=places), params, tx.init(params)
-        for _ in range(3):
-            after, state = step(after, state, x)
-        results.append((after, state))
-    (want, host), (got, state) = results
-    assert_close((got, read(state)), (want, read(host)), 2e-5)
-    assert jax.tree.map(lambda x: x.sharding, got) == places[0]
-    assert_as_in_abstract_state(tx, params, state)
 
 
 def test_a_part_stays_in_host_memory(tmp_path):
@@ -193,6 +162,3 @@ def test_a_step_on_other_devices_than_the_state(disk):
     state = jax.tree.map(lambda x: jax.device_put(x, arrays) if isinstance(x, jax.Array) else x, state)
     with pytest.raises(ValueError, match=r"disk: the state is on .*, and the step runs on .* Fix: disk\.resume"):
         step_of(tx)(network(elsewhere), state, network(elsewhere))
-
-
-# ---- boxes ---------------------------------------------------------------------------------------------------------

@@ -266,6 +266,19 @@ def test_one_compile_on_a_mesh(way, axes, sharding_of, optimizer, tmp_path):
         assert COMPILES[0] == before
 
 
+@pytest.mark.parametrize("way", ["jit", "update_on"])
+def test_leaves_are_as_weakly_typed_as_under_jit(way, tmp_path):
+    """Donated leaves too, which the cores write in place."""
+    weak = []
+    for tx, jit in (inner(), jax.jit), (offloaded(way, tmp_path), jo.jit):
+        p = jax.device_put(jnp.full((8, 8), 0.25), jax.devices()[0])
+        step, s = jit(signature(plain, tx), donate_argnums=(0, 1)), tx.init(jnp.copy(p))
+        for _ in range(2):
+            p, s = step(p, s, x_of(0))
+        weak.append([x.weak_type for x in jax.tree.leaves((p, s))])
+    assert weak[0] == weak[1]
+
+
 @pytest.mark.parametrize("way", WAYS)
 def test_an_optimizer_with_a_state_of_scalars_compiles_once(way, tmp_path):
     tx = offloaded(way, tmp_path, optax.optimistic_gradient_descent(0.1))

@@ -17,7 +17,7 @@ import numpy as np
 from jax.sharding import SingleDeviceSharding
 
 from jax_offload._base.memory import DEVICE_KIND, HOST_KIND, Space, check_platform
-from jax_offload._interop.xla_options import compiler_options
+from jax_offload._interop.jit import compiler_options
 
 _FILE = Path(__file__).with_name("chips.toml")
 _PLATFORMS = ("cuda", "tpu")
@@ -179,12 +179,12 @@ chip = Chips()
 
 
 def known_chips() -> tuple[str, ...]:
-    """The names that ``chip`` takes."""
+    """Return the names that ``chip`` takes."""
     return tuple(_known())
 
 
 def known_as(name: str) -> str | None:
-    """The known chip that a person or jax calls so: ``tpu-v5e``, ``NVIDIA H100 80GB HBM3``, ``TPU v5 lite``."""
+    """Return the known chip that a name stands for: ``tpu-v5e``, ``NVIDIA H100 80GB HBM3``, ``TPU v5 lite``."""
     plain = re.sub(r"nvidia|tpu", "", name.lower()).strip(" -_")
     first, *rest = re.split(r"[\s_-]+", _TPU_KINDS.get(plain, plain))
     return first if first in _known() and all(map(_SAME_CARD.fullmatch, rest)) else None
@@ -293,10 +293,10 @@ def _link(device: Any) -> tuple[float, float, float]:
 
 
 def dram_bandwidth() -> float | None:
-    """Bytes per second of ``a += 2 b`` by XLA's CPU code, whose threads use the cores that the process may use.
+    """Measure the bytes per second of ``a += 2 b`` on the cores that this process may use, in XLA's CPU code.
 
-    STREAM's triad, but into one of its operands, as an update is: 12 bytes cross for each element. ``None`` where jax
-    was told to do without its CPU backend.
+    This is STREAM's triad into one of its operands, as in an update: 12 bytes cross for each element. It returns
+    ``None`` if jax was told to do without its CPU backend.
     """
     try:
         cpu = jax.local_devices(backend="cpu")[0]
@@ -315,7 +315,7 @@ def dram_bandwidth() -> float | None:
 
 
 def _best(run: Callable[[], Any]) -> float:
-    """Seconds of the best of a few runs, after one that does not count."""
+    """Return the seconds of the fastest of a few runs; the first run compiles and does not count."""
     jax.block_until_ready(run())
     found: list[float] = []
     for _ in range(REPEATS):
@@ -329,9 +329,9 @@ def _best(run: Callable[[], Any]) -> float:
 
 
 def host_memory(root: Path = Path("/")) -> tuple[int | None, int | None]:
-    """Bytes that this process may take of the host: by the kernel, and by its cgroup; ``None`` where neither limits.
+    """Return the bytes of host memory that the kernel has available, and those that this process's cgroup leaves.
 
-    root: the folder of the kernel's files, for tests.
+    ``None`` stands for no limit. ``root``: the folder of the kernel's files, for tests.
     """
     for line in _text(root / "proc/meminfo").splitlines():
         if line.startswith("MemAvailable:"):
@@ -340,7 +340,7 @@ def host_memory(root: Path = Path("/")) -> tuple[int | None, int | None]:
 
 
 def _cgroup_left(root: Path) -> int | None:
-    """The least that a group of this process has left, or one above it (cgroup v2)."""
+    """Return the least memory that is left in this process's group or in a group above it (cgroup v2)."""
     own = next((line[3:] for line in _text(root / "proc/self/cgroup").splitlines() if line.startswith("0::")), "")
     group, left = root / "sys/fs/cgroup", list[int]()
     for part in ("", *own.strip("/").replace("..", "").split("/")):  # a container may not have the group's own path

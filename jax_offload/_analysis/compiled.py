@@ -1,7 +1,7 @@
-"""A step as the compiler leaves it: the scheduled program, its memory, and the roles of its arguments.
+"""A compiled step: the scheduled program, its memory, and the roles of its arguments.
 
-A step that is driven runs as several programs, as the host's cores have a part in its update, or its state is on disk.
-The first, "before", has its peak as a rule: the forward and the backward pass, and the gradients' way down.
+A driven step, whose update runs on the host's cores or whose state is on disk, runs as several programs. The first one,
+"before", usually has the step's peak: it is the forward and the backward pass, and sends the gradients down.
 """
 
 from __future__ import annotations
@@ -31,10 +31,9 @@ from jax_offload._drive.run import Driven
 from jax_offload._drive.stages import BEFORE
 from jax_offload._emit.find import holds_driven_update, kept_on_host, updates_in
 from jax_offload._emit.region import Update
-from jax_offload._interop.jit import Jitted
-from jax_offload._interop.matching import names_of
+from jax_offload._interop.jit import Jitted, compiler_options, options_for_sending
 from jax_offload._interop.pipelined import Pipelined
-from jax_offload._interop.xla_options import compiler_options, options_for_sending
+from jax_offload._interop.rotated import names_of
 from jax_offload._report.callables import jitted, opened
 from jax_offload._report.report import traced
 
@@ -51,15 +50,15 @@ _ON_ABSTRACT = (
 
 @dataclasses.dataclass(frozen=True)
 class Argument:
-    """An array that is handed to a step.
+    """An array among the arguments of a step.
 
     Attributes:
-      name: its name, or how that ends: without the step's argument that the array is in.
+      name: its name, or the end of it without the step's argument that contains the array.
       host: whether it is in host memory when it is handed over.
       state: whether it belongs to the state of an optimizer.
       gradient: whether it waits for the update, between two calls of a pipelined step.
-      kept_on_host: whether the update that owns it keeps it in host memory; ``None`` where no update of an ``offload``
-        is seen in the step.
+      kept_on_host: whether the update that owns it keeps it in host memory; ``None`` if the step shows no update of an
+        ``offload``.
     """
 
     name: str

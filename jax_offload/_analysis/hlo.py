@@ -156,14 +156,14 @@ def started(op: Op) -> Copy | None:
 
 
 def trips(loop: Op, condition: list[Op]) -> int:
-    """How often a loop runs: as XLA says or, on a TPU, the number that its counter, from 0 on, is compared with."""
+    """Return how often a loop runs: XLA's number or, on a TPU, the number with which its counter is compared."""
     if known := re.search(r'known_trip_count":\{"n":"(\d+)"', loop.rest):
         return int(known[1])
     bounds = [int(op.rest.split(")")[0]) for op in condition if op.opcode == "constant" and op.type.startswith("s32[]")]
     return max(bounds, default=1)
 
 
-# Operations that name values and touch none. The operations inside loops and branches are counted one by one.
+# Operations that touch no values. The operations inside loops and branches are counted one by one.
 FREE = {"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "iota", "after-all", "partition-id"}
 FREE |= {"replica-id", "while", "conditional", "call", "opt-barrier", "add-dependency"}
 _FREE_CALLS = {"AllocateBuffer", "ConcatBitcast", "SliceBitcast"}  # a TPU's
@@ -188,7 +188,7 @@ class Scope:
         return found[0] if found else None
 
     def source(self, name: str) -> Op | None:
-        """The operation that makes a value, below changes of its shape."""
+        """Return the operation that makes a value, without the bitcasts around it."""
         op = self.named.get(name)
         while op is not None and op.opcode == "bitcast":
             op = self.named.get(op.operand)
@@ -313,10 +313,10 @@ class Module:
         return array.nbytes
 
     def collective(self, scope: Scope, op: Op) -> float | None:
-        """Bytes through each device's interconnect of the collective that ``op`` is, starts or wraps.
+        """Return the bytes that each device sends in the collective that ``op`` is, starts or wraps.
 
-        None where there is none, or where it stands beside a matmul: a TPU carries one on through fusions around
-        matmuls, in which it stands again.
+        It returns ``None`` if there is no collective, or if it is beside a matmul: on a TPU the fusions around matmuls
+        repeat the collective that they carry on.
         """
         opcode = op.opcode.removesuffix("-start")
         if re.fullmatch(_COLLECTIVE, opcode):
@@ -340,7 +340,7 @@ def _results(op: Op) -> list[Array]:
 
 
 def _ring(scope: Scope, op: Op, opcode: str, devices: int) -> float:
-    """Bytes that each device sends where a collective goes round in a ring."""
+    """Return the bytes that each device sends in a collective over a ring."""
     n = group_size(op, devices)
     nbytes = sum(array.nbytes for name in op.operands if (array := scope.array(name)))
     factor = {
@@ -353,7 +353,7 @@ def _ring(scope: Scope, op: Op, opcode: str, devices: int) -> float:
 
 
 def group_size(op: Op, devices: int) -> int:
-    """How many devices take part in a collective, from any of the three ways in which XLA writes it."""
+    """Return how many devices take part in a collective, from any of the three forms in which XLA writes it."""
     if mesh := re.search(r"replica_groups=mesh\[([^\]]*)\] \{([^}]*)\}", op.rest):
         sizes = dict(re.findall(r"'(\w+)'=(\d+)", mesh[1]))
         # 'x' is an axis; 'x':(2)4 a part of one, of 4
@@ -385,10 +385,10 @@ def _matmul(scope: Scope, op: Op) -> Matmul | None:
 
 
 def _convolution(op: Op, target: str, lhs: Array, rhs: Array, out: Array) -> float:
-    """Every result meets all of its kernel, as if the image were as large with its padding.
+    """Count the operations of a convolution, with those on its padding.
 
-    cuDNN names the dimensions of the forward pass, whichever of its three arrays a backward pass makes. Holes in the
-    image are no work: a TPU writes batches of matmuls as convolutions with such holes.
+    cuDNN names the dimensions of the forward pass, whichever of the three arrays a backward pass makes. Holes in the
+    image are not counted, because a TPU writes batches of matmuls as convolutions with such holes.
     """
     kernel, result = rhs, out
     if "BackwardInput" in target:

@@ -124,7 +124,7 @@ def measured(segments: Sequence[Segment], steps: int, simulated: Timeline | None
 
 
 def _length(intervals: Iterable[Interval]) -> float:
-    """The total time that is in any of the intervals."""
+    """Return the length of the union of the intervals."""
     total, reached = 0.0, float("-inf")
     for begin, end in sorted(intervals):
         total += max(0.0, end - max(begin, reached))
@@ -180,7 +180,7 @@ def profile(step: Any, *args: Any, steps: int = 3, chip: str | Path | Chip | Non
 
 
 def _following(args: tuple[Any, ...], results: Any) -> tuple[Any, ...]:
-    """The arguments of the next step: the results that replace donated ones, else the same again."""
+    """Return the arguments of the next step: results in place of donated arguments, else the same ones."""
     gone = [any(isinstance(x, jax.Array) and x.is_deleted() for x in jax.tree.leaves(arg)) for arg in args]
     found = replaced([arg if is_gone else None for arg, is_gone in zip(args, gone, strict=True)], results)
     if lost := [k for k, is_gone in enumerate(gone) if is_gone and k not in found]:
@@ -199,10 +199,9 @@ _OPS, _BESIDE = "XLA Ops", "Async XLA Ops"
 
 
 def segments_of(data: Any, module: Module | None = None) -> list[Segment]:
-    """What ran on the first GPU or TPU of a ``jax.profiler.ProfileData``, or on a CPU's threads where there is none;
-    seconds.
+    """Return the segments of the first GPU or TPU of a ``jax.profiler.ProfileData``, else of the CPU's threads.
 
-    ``module``: the compiled one, which says which way a TPU's copies go. Its trace does not.
+    ``module``: the compiled module, which says the direction of a TPU's copies, as the trace does not.
 
     Raises:
       ValueError: a TPU's trace has copies between host and device, and not how long they were in flight.
@@ -225,7 +224,7 @@ def segments_of(data: Any, module: Module | None = None) -> list[Segment]:
 
 
 def _of_a_tpu(plane: Any, module: Module | None) -> Iterator[Segment]:
-    """The operations that compute, and the asynchronous ones that copy to or from the host or are collectives."""
+    """Yield the segments of arithmetic, of collectives, and of copies between host and device."""
     copies = _copies(module) if module else {}
     lines = {line.name: [event for event in line.events if event.duration_ns] for line in plane.lines}
     used = {_plain(event.name) for event in lines.get(_OPS, [])}
@@ -250,7 +249,7 @@ def _of_a_tpu(plane: Any, module: Module | None) -> Iterator[Segment]:
 
 
 def _plain(name: str) -> str:
-    """``%copy-start.3 = (f32[8]{0}, ...) copy-start(...)``, as a TPU's traces have it, or the name alone."""
+    """Return the name of ``%copy-start.3 = (f32[8]{0}, ...) copy-start(...)``, as a TPU's traces write it."""
     return name.lstrip("%").partition(" ")[0]
 
 

@@ -25,7 +25,7 @@ _GPUS = ("a100", "h100", "h200")
 # Some topologies of each; there are more.
 _TPUS = {"v5e": "1x1, 2x2, 2x4, 4x4, 8x8", "v5p": "1x1x1, 2x2x1, 2x2x2, 2x2x4", "v6e": "1x1, 2x2, 2x4, 4x4, 8x8"}
 _CUDA_PLUGIN = "jax_plugins.xla_cuda13"
-# libtpu asks a machine that is not there, unless told not to.
+# Without these, libtpu queries the machine of a TPU.
 _ENVIRONMENT = {
     "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1",
     "TPU_SKIP_MDS_QUERY": "1",
@@ -36,7 +36,7 @@ _ENVIRONMENT = {
 
 
 def prepare() -> None:
-    """Sets what the plugins read from the environment, where nobody has. Before jax asks for a platform."""
+    """Set the environment variables that the plugins read, if nobody has; call it before jax asks for a platform."""
     for name, value in _ENVIRONMENT.items():
         os.environ.setdefault(name, value)
 
@@ -57,7 +57,7 @@ class Target:
 
     @property
     def missing(self) -> str:
-        """The wheel that is needed to compile for it and is not installed, if so."""
+        """The wheel that has to be installed to compile for this target; empty if it is there."""
         wheel, module = ("jax-cuda13-plugin", "jax_cuda13_plugin") if self.platform == "cuda" else ("libtpu", "libtpu")
         return "" if importlib.util.find_spec(module) else wheel
 
@@ -82,7 +82,7 @@ def target_of(name: str) -> Target:
 
 
 def check_installed(target: Target) -> None:
-    """Raises ``ValueError`` where the compiler of ``target`` is not installed."""
+    """Raise ``ValueError`` if the compiler of ``target`` is not installed."""
     if target.missing:
         raise ValueError(
             f"target: {target.missing}, which compiles for {target.name}, is not installed: "
@@ -91,10 +91,10 @@ def check_installed(target: Target) -> None:
 
 
 def _described(target: Target, name: str, **kwargs: Any) -> Any:
-    """The topology of that name.
+    """Return the topology of that name.
 
-    jax that had started before the environment was set has given a plugin for GPUs up, and then says that it knows no
-    topologies of cuda: the plugin is asked once more. One that cannot describe a chip at all says the same.
+    If jax started before the environment was set, it has given up the plugin for GPUs and knows no topologies of cuda.
+    The plugin is then initialized once more. A plugin that cannot describe a chip at all fails in the same way.
     """
     prepare()
     try:
@@ -135,7 +135,7 @@ def _devices(target: Target, n: int) -> list[Any]:
 
 
 def compile_for(target: Target, module: Any, n: int, options: dict[str, Any]) -> Any:
-    """The executable of a StableHLO module, lowered for ``target.platform``, on ``n`` devices."""
+    """Compile a StableHLO module, lowered for ``target.platform``, for ``n`` devices."""
     check_installed(target)
     devices = _devices(target, n)
     ids = [device.id for device in devices] if target.platform == "tpu" else list(range(n))

@@ -47,7 +47,7 @@ def compute_time(chip: Chip, operations: float, dtype: str) -> float:
 
 @dataclasses.dataclass(frozen=True)
 class Start:
-    """Something that runs beside the arithmetic, on a queue: a copy, a collective."""
+    """A copy or a collective, which runs on a queue beside the arithmetic."""
 
     key: str
     queue: str
@@ -58,16 +58,16 @@ class Start:
 
 @dataclasses.dataclass(frozen=True)
 class Cost:
-    """What an operation of the schedule does, in this order.
+    """The effects of one operation of the schedule, in the order of the attributes.
 
     Attributes:
-      begin: the bytes of each kind that it begins to hold in device memory.
-      starts: what it starts.
-      waits: the keys of what it waits for.
+      begin: the bytes of each kind that the operation begins to hold in device memory.
+      starts: the copies and collectives that it starts.
+      waits: the keys of the copies and collectives that it waits for.
       runs: another computation that it runs, and how often.
-      seconds: its arithmetic.
-      name: the name of that.
-      end: the bytes that it ceases to hold, below zero.
+      seconds: the seconds of its arithmetic.
+      name: the name of its arithmetic.
+      end: the bytes of each kind that it releases, as negative numbers.
     """
 
     begin: tuple[tuple[str, int], ...] = ()
@@ -81,10 +81,10 @@ class Cost:
 
 @dataclasses.dataclass(frozen=True)
 class Segment:
-    """Something that takes time: its lane, its begin and end in seconds, its name, and the bytes that it copies.
+    """A span of time on a lane, with its begin and end in seconds, its name, and the bytes that it copies.
 
     Attributes:
-      waited: of a copy, when the program began to wait for it, to its end; else its end.
+      waited: the time from which the program waited for a copy until its end; the end if it did not wait.
     """
 
     lane: str
@@ -96,12 +96,13 @@ class Segment:
 
 
 class Program:
-    """A module on a chip: costs each computation once, and plays it.
+    """A module on a chip. It works out the cost of each computation once, and plays the schedule.
 
     Attributes:
-      segments: what took time, in the order of starting.
-      memory: (time, bytes in device memory) whenever that changes, and at the most ``at_most`` by kind.
-      free, busy, waited, nbytes: when each queue is free; how long it was busy, and awaited; what it moved.
+      segments: all spans of time, in the order of their starts.
+      memory: (time, bytes in device memory) for each change; ``at_most`` has the peak by kind.
+      free, busy, waited, nbytes: for each queue, when it is free, how long it was busy, how long the program waited
+        for it, and how much it moved.
     """
 
     def __init__(self, module: Module, chip: Chip, roles: Mapping[int, str] | None = None) -> None:
@@ -120,7 +121,7 @@ class Program:
         self.window = self.kinds[WINDOW]  # the most that it was
 
     def costs(self, name: str) -> list[Cost]:
-        """Return what the operations of a computation do."""
+        """Return the costs of a computation's operations."""
         if name not in self._known:
             scope, held = self.module.scopes[name], self.buffers.held(name)
             self._known[name] = [
@@ -368,23 +369,23 @@ _LANES = {
     WITHIN: ("within device", "#8a8a8a"),
 }
 _WAIT = "#c0392b"
-_LABELLED = 0.03  # of the time a segment needs, to have its name written in it
+_LABELLED = 0.03  # a segment shows its name if it takes at least this share of the time
 _HEIGHT = 0.72  # of a lane's bars
 
 
 def lanes_of(timeline: Timeline) -> list[str]:
-    """The lanes of a picture, from the top: the first three always."""
+    """Return the lanes of a picture from the top; the first three are always there."""
     used = {segment.lane for segment in timeline.segments}
     return [lane for lane in _LANES if lane in used or lane in (COMPUTE, LOAD, STORE)]
 
 
 def waits(timeline: Timeline) -> list[tuple[float, float]]:
-    """When nothing is computed, as arithmetic waits for a copy or a collective: pairs of seconds."""
+    """Return the spans in which arithmetic waits for a copy or a collective, as pairs of seconds."""
     return sorted((s.waited, s.end) for s in timeline.segments if s.lane not in (COMPUTE, WITHIN) and s.waited < s.end)
 
 
 def draw(timeline: Timeline, path: Path) -> None:
-    """Lanes, with the curve of device memory under them, as a ``.png`` or ``.svg``."""
+    """Draw the lanes, and below them the curve of device memory, to a ``.png`` or ``.svg``."""
     try:
         from matplotlib.figure import Figure
     except ImportError as error:

@@ -17,7 +17,8 @@ import contextlib
 import contextvars
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Sequence
+import types
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -41,7 +42,7 @@ class Around:
     """Facts about a trace that its arguments do not show.
 
     Attributes:
-      shardings: of the parameters, by path; ``None``: only what their types tell.
+      shardings: the parameters' shardings by path; ``None``: only their types tell them.
       runs: whether the traced function is going to run, as far as an ``offload`` can know.
       remembers: whether the parameters' shardings are remembered.
       within_offload: whether an ``offload`` traces its inner optimizer.
@@ -102,7 +103,7 @@ def gathering() -> Iterator[list[Any]]:
 
 
 def check_not_within_offload() -> None:
-    """Raises ``TypeError`` where one ``offload`` stands somewhere inside another."""
+    """Raise ``TypeError`` if one ``offload`` stands somewhere inside another."""
     if _AROUND.get().within_offload:
         raise TypeError(NESTED)
 
@@ -123,14 +124,15 @@ def without_sharding(params: Any, shardings: Shardings) -> frozenset[str]:
 
 
 class Remembered:
-    """The parameters' shardings that one ``offload`` remembers: those that they had in eager ``init``, and wherever
-    the state's were asked for. A trace with Auto axes does not tell them. ``placement`` shows where they decided."""
+    """The parameters' shardings that one ``offload`` remembers: those in eager ``init``, and those given wherever the
+    state's shardings were asked for. A trace with Auto axes does not tell them. ``placement`` shows where they decided.
+    """
 
     def __init__(self) -> None:
         self._shardings: dict[str, list[Sharding]] = {}
 
     def remember(self, shardings: Shardings) -> None:
-        """Add the shardings of an ``init``'s parameters. Types carry their own, in every trace."""
+        """Add the shardings of an ``init``'s parameters. A sharding that types carry replaces those known before."""
         for path, sharding in shardings.items() if _AROUND.get().remembers else ():
             mesh = sharding.mesh if isinstance(sharding, NamedSharding) else None
             typed = isinstance(mesh, AbstractMesh) and bool(mesh.explicit_axes)
@@ -139,11 +141,11 @@ class Remembered:
                 known.append(sharding)
 
     def of(self, path: str) -> Sequence[Sharding]:
-        """All that this parameter was in."""
+        """All shardings that this parameter has had."""
         return self._shardings.get(path, ())
 
     def unambiguous(self, params: Any) -> Shardings:
-        """The shardings of the parameters that had only one: a trace may be about any of several."""
+        """The shardings of the parameters that have had only one; with several, a trace may be about any of them."""
         paths = [key_of(path) for path, _ in jax.tree_util.tree_flatten_with_path(params)[0]]
         return {path: found[0] for path in paths if len(found := self._shardings.get(path, ())) == 1}
 
@@ -168,13 +170,20 @@ def compiled_where_eager(like: Callable[..., Any]) -> Callable[[Callable[..., An
     """
 
     def decorate(fun: Callable[..., Any]) -> Callable[..., Any]:
-        like.__qualname__ = fun.__qualname__  # it is called first, so a missing argument is an error of its
+        like.__qualname__ = (
+            fun.__qualname__
+        )  # it is called first, and its name is in the error about a missing argument
 
-        @functools.partial(jax.jit, static_argnums=0)
-        def run(call: _Call, arrays: list[Any]) -> Any:
-            args, kwargs = call.filled(call.shardings)
+        @functools.partial(jax.jit, static_argnums=(0, 1, 2))
+        def run(treedef: Any, given: tuple[_Static | None, ...], shardings: tuple[Any, ...], arrays: list[Any]) -> Any:
+            def filled(operands: Iterable[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+                """The call's arguments, with these in the places of its operands, which ``given`` leaves empty."""
+                values = iter(operands)
+                return jax.tree.unflatten(treedef, [next(values) if x is None else x.value for x in given])
+
+            args, kwargs = filled(types.SimpleNamespace(sharding=sharding) for sharding in shardings)
             with running(like(*args, **kwargs)):
-                args, kwargs = call.filled(arrays)
+                args, kwargs = filled(arrays)
                 return fun(*args, **kwargs)
 
         @functools.wraps(fun)
@@ -182,10 +191,9 @@ def compiled_where_eager(like: Callable[..., Any]) -> Callable[[Callable[..., An
             leaves, treedef = jax.tree.flatten((args, kwargs))
             if any(isinstance(x, Tracer) for x in leaves) or memory.under_jit():
                 return fun(*args, **kwargs)
-            operands = [i for i, x in enumerate(leaves) if _is_operand(x)]
-            shardings = tuple(_Placed(getattr(leaves[i], "sharding", None)) for i in operands)
-            given = tuple(None if i in {*operands} else _Static(x) for i, x in enumerate(leaves))
-            return run(_Call(treedef, given, shardings), [leaves[i] for i in operands])
+            given = tuple(None if _is_operand(x) else _Static(x) for x in leaves)
+            operands = [x for x, static in zip(leaves, given, strict=True) if static is None]
+            return run(treedef, given, tuple(getattr(x, "sharding", None) for x in operands), operands)
 
         return wrapper
 
@@ -205,26 +213,6 @@ class _Static:
 
     def __hash__(self) -> int:
         return hash(self.value) if _hashable(self.value) else id(self.value)
-
-
-@dataclasses.dataclass(frozen=True)
-class _Placed:
-    """Stands for an operand where only its sharding counts."""
-
-    sharding: Any
-
-
-@dataclasses.dataclass(frozen=True)
-class _Call:
-    """All of a call's arguments but the operands; ``given`` has ``None`` in their places."""
-
-    treedef: Any
-    given: tuple[_Static | None, ...]
-    shardings: tuple[_Placed, ...]
-
-    def filled(self, operands: Any) -> Any:
-        values = iter(operands)
-        return jax.tree.unflatten(self.treedef, [next(values) if x is None else x.value for x in self.given])
 
 
 def _is_operand(x: Any) -> bool:

@@ -15,8 +15,7 @@ from jax.extend.core import Primitive
 
 from jax_offload._base.jaxprs import Equation, Var, jaxpr_of
 from jax_offload._base.memory import on_host, to_host
-from jax_offload._base.private import lowered_as_barrier, nonzero, set_rules
-from jax_offload._base.shardings import varying_over
+from jax_offload._base.private import lowered_as_barrier, manual_axes_of, nonzero, set_rules
 
 T = TypeVar("T")
 
@@ -30,8 +29,8 @@ def gate(env: dict[Var, Any], held: Sequence[Var], waits_for: Sequence[Var]) -> 
     Inside ``shard_map`` only values that vary over the same axes wait for each other: jax 0.10 would make all outputs
     vary over all axes.
     """
-    for varying in {varying_over(env[v]) for v in held}:
-        waiting, first = ([v for v in vs if varying_over(env[v]) == varying] for vs in (held, waits_for))
+    for varying in {manual_axes_of(env[v]) for v in held}:
+        waiting, first = ([v for v in vs if manual_axes_of(env[v]) == varying] for vs in (held, waits_for))
         if first:
             names = [*waiting, *first]
             env.update(zip(names, _GATE.bind(*(env[v] for v in names)), strict=True))

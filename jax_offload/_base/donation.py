@@ -49,14 +49,15 @@ def guarded(
     home: Home | None = None,
     where: str = "step",
 ) -> Any:
-    """``results``, and with them the rule that no donated buffer of the program crosses memory kinds; and the warning
-    where the program returns in device memory what of them is in host memory.
+    """Return ``results``, guarded: no donated buffer of the program crosses memory kinds, and the user is warned if the
+    program returns in device memory a result that is in host memory here.
 
     Args:
       results: a tree; the rule holds while any array of it that is new is used.
-      given: what the results are made of. Where neither is in host memory, nothing is added to the program.
-      names: the path of each leaf in its state; ``None``: of a leaf that is none. Else that in ``results``.
-      home: of the ``offload`` whose state it is; else of the one that was traced last.
+      given: the values from which the results are made. If nothing of both is in host memory, the program stays as it
+        is.
+      names: the path of each leaf in its state, ``None`` for a leaf of no state; by default the path in ``results``.
+      home: the home of the ``offload`` whose state it is; by default of the one that was traced last.
       where: ``"init"`` where an init has made the state.
     """
     flat, treedef = jax.tree_util.tree_flatten_with_path(results)
@@ -65,7 +66,7 @@ def guarded(
     if not any(memory.on_host(x) for x in [*leaves, *operands]):
         return results
     arrays = [i for i, x in enumerate(leaves) if isinstance(x, jax.Array)]
-    handed_on = {id(x) for x in operands}  # which jax forwards; made a result it would be copied where nobody donates
+    handed_on = {id(x) for x in operands}  # jax forwards these; as results they would be copied where nobody donates
     new = [i for i in arrays if id(leaves[i]) not in handed_on] or arrays
     paths = [keystr(path) for path, _ in flat] if names is None else names
     on_host = tuple(path for path, x in zip(paths, leaves, strict=True) if path is not None and memory.on_host(x))
@@ -102,7 +103,7 @@ class Home:
             warnings.warn(what, stacklevel=3)
 
     def updates(self) -> None:
-        """An update of this ``offload`` is traced: what a step returns next is its state."""
+        """Note that an update of this ``offload`` is traced, so that the step returns its state next."""
         _latest[:] = [self]
 
     @staticmethod
@@ -112,11 +113,11 @@ class Home:
 
 
 def check_returned(context: Any, names: Sequence[str], home: Home, where: str) -> None:
-    """Warns where the program that is lowered returns a leaf in device memory that belongs in host memory.
+    """Warn if the program that is lowered returns a leaf in device memory that belongs in host memory.
 
     Args:
       context: a lowering rule's context.
-      names: paths of the leaves in their state, or in a larger tree: the paths of results end with them.
+      names: the paths of the leaves in their state, or in a larger tree; the paths of results end with them.
       home: where the state is seen.
       where: whether a ``"step"`` or an ``"init"`` returns it.
     """

@@ -1,6 +1,6 @@
-"""Jaxprs in our own words: their types, what equations hold, and how they are made.
+"""Jaxprs: their types, what equations hold, and how jaxprs are made.
 
-What of this jax does not document stands in the table of ``private``.
+The table in ``private`` lists the parts of this that jax does not document.
 """
 
 from __future__ import annotations
@@ -51,9 +51,8 @@ class EquationContext(Protocol):
 
 
 if TYPE_CHECKING:
-    # jax's classes, as far as they are the same in every supported version. jax's own annotations say less of values
+    # jax's classes, as far as they are the same in every supported version. jax's own annotations say less about values
     # (see Aval), and in 0.12 they no longer tell an open jaxpr from a closed one, which in 0.10 are two classes.
-    # tests/unit/test_jaxpr_types.py holds what stands here against the classes.
 
     class Var:
         aval: Aval
@@ -250,12 +249,12 @@ class Inner(NamedTuple):
     carried: range
 
     def holds(self, which: Callable[[Equation], bool]) -> bool:
-        """Whether it has such an equation, in a branch, a loop or a call too."""
+        """Whether ``which`` holds for one of its equations, or for one in their branches, loops or calls."""
         return any(holds(eqn, which) for eqn in self.jaxpr.eqns)
 
 
 def inner_of(eqn: Equation) -> list[Inner]:
-    """The jaxprs that an equation runs: of a ``cond`` all branches, of a ``while`` the body."""
+    """The jaxprs that an equation runs: all branches of a ``cond``, the body of a ``while``."""
     params, name = eqn.params, eqn.primitive.name
     first, carried = 0, range(0)
     found: list[Any] = [params[key] for key in _CALLED if key in params][:1]
@@ -272,7 +271,7 @@ def inner_of(eqn: Equation) -> list[Inner]:
 
 
 def holds(eqn: Equation, which: Callable[[Equation], bool]) -> bool:
-    """Whether an equation is such a one, or runs one in a branch, a loop or a call."""
+    """Whether ``which`` holds for an equation, or for one that it runs in a branch, a loop or a call."""
     return which(eqn) or any(inner.holds(which) for inner in inner_of(eqn))
 
 
@@ -344,7 +343,7 @@ def with_jaxprs(params: dict[str, Any], change: Callable[[Jaxpr], Jaxpr]) -> dic
 
 
 def nameless(debug_info: DebugInfo) -> DebugInfo:
-    """``debug_info`` for a jaxpr with other arguments and results than the one that it is of."""
+    """``debug_info`` without the names of arguments and results, for a jaxpr that has others."""
     return debug_info._replace(arg_names=None, result_paths=None)
 
 
@@ -363,7 +362,7 @@ def without_dead_code(
 
 
 def run_equation(eqn: Equation, operands: Sequence[Any], params: dict[str, Any]) -> list[Any]:
-    """The results of an equation's primitive for these operands and parameters: a list, of one too."""
+    """The results of an equation's primitive for these operands and parameters, always as a list."""
     results: Any = eqn.primitive.bind(*operands, **eqn.primitive.get_bind_params(params))
     return results if eqn.primitive.multiple_results else [results]
 
@@ -387,7 +386,7 @@ _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 
 
 def located(why: str, eqn: Equation) -> str:
-    """A reason with the line of the user's program that an equation comes from: the innermost one outside of installed
+    """Add to a reason the line of the user's program that an equation comes from: the innermost one outside installed
     packages, else the innermost one."""
     frames = source_info_util.summarize(eqn.source_info, num_frames=64).splitlines()  # the innermost is the last
     found = [match for frame in frames if (match := re.match(r"(.+?):(\d+)(:\d+)? \(", frame))]
@@ -430,13 +429,13 @@ def ordered(effects: Iterable[Any]) -> list[str]:
 
 
 def only_callbacks(effects: Iterable[Any]) -> bool:
-    """Whether all are of callbacks and prints: others, of mutable arrays and checks, jax knows in its own equations
-    only."""
+    """Whether all effects belong to callbacks and prints. jax knows other effects, those of mutable arrays and checks,
+    in its own equations only."""
     kinds = {type(effect) for effect in effects}
     return not kinds or kinds <= effects_of(_UNORDERED) | effects_of(_ORDERED)
 
 
-# ---- arithmetic, as far as it counts: matmuls and convolutions
+# ---- arithmetic that counts: matmuls and convolutions
 
 MATMULS = frozenset(("dot_general", "conv_general_dilated"))
 
@@ -456,8 +455,8 @@ def own_flops(eqn: Any) -> float:
 
 
 def flops(eqn: Any) -> float:
-    """The same, with those inside of it: of a ``scan`` as often as it runs, of a ``cond`` the branch with most, of a
-    ``while`` once."""
+    """The same, with the operations inside: a ``scan``'s as often as it runs, those of the ``cond``'s branch with most,
+    a ``while``'s once."""
     times = eqn.params["length"] if eqn.primitive.name == "scan" else 1
     inner = [sum(map(flops, jaxpr.eqns)) for jaxpr in jex.jaxprs_in_params(eqn.params)]
     return own_flops(eqn) + times * (max(inner, default=0.0) if eqn.primitive.name == "cond" else sum(inner))

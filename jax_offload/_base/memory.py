@@ -1,4 +1,4 @@
-"""Memory spaces and kinds. The only module that knows how jax names them and asks the machine about them."""
+"""Memory spaces and kinds. Only this module knows how jax names them, and asks the machine about them."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ def is_host_aval(aval: Any) -> bool:
 def on_host(x: Any) -> bool:
     """Return whether an array or a tracer is in host memory.
 
-    A tracer has no ``sharding``, so its type tells; a check of that attribute would do nothing under jit, without a
-    word. Of an array the sharding tells, because its type may be wrong (``well_typed``).
+    A tracer has no ``sharding``, so its type decides: a check of that attribute would silently do nothing under jit.
+    For an array the sharding decides, because its type may be wrong (``well_typed``).
     """
     if not isinstance(x, jax.Array):
         return False
@@ -38,10 +38,10 @@ def on_host(x: Any) -> bool:
 
 
 def well_typed(x: Any) -> Any:
-    """``x``, an array whose type says that it is in the memory where it is. Nothing is copied.
+    """Return ``x`` with a type that names the memory where it is. Nothing is copied.
 
-    jax takes an array that is put together from parts for one in device memory, wherever its single device has it
-    (0.10 to 0.12; orbax restores so). A program then sees another type than ``init`` made.
+    jax types an array that is put together from parts on a single device as one in device memory, wherever it is (0.10
+    to 0.12; orbax restores so). A program then sees another type than ``init`` made.
     """
     if not on_host(x) or is_host_aval(jax.typeof(x)):
         return x
@@ -111,7 +111,7 @@ def copy_on_host(x: jax.Array) -> jax.Array:
 
 
 class HostStruct(jax.ShapeDtypeStruct):
-    """The type of an array in the host memory of one device, which jax would take for one in device memory."""
+    """The type of an array in the host memory of one device, which jax would otherwise put in device memory."""
 
     __slots__ = ()
 
@@ -137,12 +137,12 @@ def under_jit() -> bool:
 
 
 def mesh_is_set() -> bool:
-    """Return whether ``jax.set_mesh`` (or ``use_mesh``) is in force, which gives every array a home."""
+    """Return whether ``jax.set_mesh`` (or ``use_mesh``) is in force, which gives every array a sharding."""
     return not jax.sharding.get_abstract_mesh().empty
 
 
 def ambient_sharding() -> Sharding:
-    """Return where jax puts an array that nobody placed: replicated over the mesh that is set, or one device."""
+    """Return the sharding of an array that nobody placed: replicated over the mesh that is set, or one device."""
     mesh = jax.sharding.get_mesh()
     if not mesh.empty:
         return NamedSharding(mesh, PartitionSpec())

@@ -1,10 +1,10 @@
 """A leaf of a state that is on disk: its placeholder, how a trace reads and writes it, and how it moves between steps.
 
-Such a leaf is no operand of any program. The state's tree has an ``OnDisk`` in its place: a pytree node whose one child
-is a token, the version of the state. Outside of traces a token has no value, so computing with it is an error; inside,
-it is a number. In a traced update ``READ`` makes the leaf, in host memory, from the token, and ``WRITE`` makes a token
-from the next value; in between, it is updated as a host leaf. Whoever drives the step from Python takes both equations
-out; in any other program they are an error when it is lowered.
+Such a leaf is never an operand of a program. In the state's tree an ``OnDisk`` stands for it: a pytree node whose one
+child is a token, the version of the state. Outside traces a token has no value, so computing with it is an error; in a
+trace it is a number. In a traced update ``READ`` makes the leaf, in host memory, from the token, and ``WRITE`` makes a
+token from the next value; in between, the leaf is updated like any host leaf. The driver takes both equations out of
+the step; in any other program they are an error when it is lowered.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _BATCH = 2**26  # bytes of leaves that are read together on their way to a disk
 
 
 class UpdatedFromDisk(ValueError):
-    """Someone makes a program for the device from an update whose state is on disk."""
+    """An update whose state is on disk was put into a program for the device."""
 
     def __init__(self) -> None:
         super().__init__(
@@ -92,18 +92,11 @@ def _refusing(name: str) -> Callable[..., Any]:
     return refuse
 
 
-class Token:
-    """The leaf that ``jax.tree.leaves`` returns for an array on disk, outside traces: the version of its state.
+class _Typed:
+    """What tells the type of a leaf on disk."""
 
-    It has the leaf's shape and dtype, and nothing else that an array has. Whatever asks for values gets
-    ``ComputesOnDisk``: arithmetic, NumPy, jax's functions, programs other than a step that ``jax_offload.jit`` drives,
-    pickle and orbax.
-    """
-
-    __slots__ = ("place", "version")
-
-    def __init__(self, version: int, place: Place) -> None:
-        self.version, self.place = version, place
+    __slots__ = ("place",)
+    place: Place
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -125,27 +118,38 @@ class Token:
     def nbytes(self) -> int:
         return self.size * self.place.dtype.itemsize
 
+
+class Token(_Typed):
+    """The leaf that ``jax.tree.leaves`` returns for an array on disk, outside traces: the version of its state.
+
+    It has the leaf's shape and dtype, and nothing else that an array has. Whatever asks for values gets
+    ``ComputesOnDisk``: arithmetic, NumPy, jax's functions, programs other than a step that ``jax_offload.jit`` drives,
+    pickle and orbax.
+    """
+
+    __slots__ = ("version",)
+
+    def __init__(self, version: int, place: Place) -> None:
+        self.version, self.place = version, place
+
     def __repr__(self) -> str:
         return f"OnDisk({_said(self.place)}; jo.to_device reads it to compute with, jo.save_args saves it)"
 
     __hash__ = object.__hash__
 
 
+# what computes with an array
 _OPERATORS = """add radd sub rsub mul rmul matmul rmatmul truediv rtruediv floordiv rfloordiv mod rmod pow rpow neg pos
 abs divmod rdivmod invert and rand or ror xor rxor lshift rshift lt le gt ge eq ne bool int float complex index len iter
 getitem jax_array array array_ufunc deepcopy copy reduce""".split()
 _PROPERTIES = "real imag T mT at".split()
 _METHODS = """astype view conj conjugate sum mean std var max min prod dot reshape ravel flatten transpose squeeze item
 tolist copy""".split()
-for _name in (*(f"__{name}__" for name in _OPERATORS), *_METHODS):
-    setattr(Token, _name, _refusing(_name))
-for _name in _PROPERTIES:
-    setattr(Token, _name, property(_refusing(_name)))
 trace_as(Token, jax.typeof(np.zeros((), TOKEN)), _refusing("__array__"))
 
 
 @jax.tree_util.register_pytree_with_keys_class
-class OnDisk:
+class OnDisk(_Typed):
     """The placeholder of a leaf on disk in a state.
 
     Its one child in the tree is a token, which changes with every update: using the state of an earlier step is an
@@ -158,7 +162,7 @@ class OnDisk:
       place: which leaf it is.
     """
 
-    __slots__ = ("place", "token")
+    __slots__ = ("token",)
 
     def __init__(self, token: Any, place: Place) -> None:
         if isinstance(token, np.ndarray | np.generic | int) or (
@@ -178,30 +182,12 @@ class OnDisk:
         return cls(child, place)
 
     @property
-    def shape(self) -> tuple[int, ...]:
-        return self.place.shape
-
-    @property
-    def dtype(self) -> np.dtype[Any]:
-        return self.place.dtype
-
-    @property
     def sharding(self) -> Sharding:
         """The place of its values in host memory, on their way to the devices and back."""
         return self.place.on_its_way
 
-    @property
-    def ndim(self) -> int:
-        return len(self.place.shape)
-
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray[Any, Any]:
-        if isinstance(self.token, Tracer):
-            raise ValueError(
-                f"disk: a step reads {_said(self.place)} outside its update; leaves on disk are read between "
-                "steps. Fix: read a part of the state that the step has returned, jo.to_device(optax.tree.get(state, "
-                "'mu'))."
-            )
-        found = self.place.home.array(self.place.name, self.token)
+        found = _values(self, None)
         return found if dtype is None else found.astype(dtype)
 
     def __jax_array__(self) -> Any:
@@ -217,13 +203,13 @@ class OnDisk:
         return f"OnDisk({_said(self.place)})"
 
 
+# Both refuse to compute. A leaf that is taken out of the state by name does what it defines, and can be looked at.
 _LOOKS = {f"__{name}__" for name in ("eq", "ne", "bool", "array_ufunc", "copy", "deepcopy")}
-# A leaf that is taken out of the state by name refuses what its token does, but for what it does itself and a look.
-for _name in (*(f"__{name}__" for name in _OPERATORS), *_METHODS):
-    if _name not in vars(OnDisk) and _name not in _LOOKS:
-        setattr(OnDisk, _name, _refusing(_name))
-for _name in _PROPERTIES:
-    setattr(OnDisk, _name, property(_refusing(_name)))
+for _class, _allowed in (Token, {*vars(Token)}), (OnDisk, {*vars(OnDisk)} | _LOOKS):
+    for _name in {*(f"__{name}__" for name in _OPERATORS), *_METHODS} - _allowed:
+        setattr(_class, _name, _refusing(_name))
+    for _name in _PROPERTIES:
+        setattr(_class, _name, property(_refusing(_name)))
 
 
 def _said(place: Place) -> str:
@@ -351,10 +337,17 @@ _CANNOT_LOWER = identity_primitive("jax_offload_cannot_lower", _raise)
 
 def read_to(leaf: OnDisk, sharding: Sharding) -> jax.Array:
     """Read a leaf to where the sharding says. One that is divided between processes is never whole in one of them."""
-    if leaf.sharding.is_fully_addressable:
-        return jax.device_put(np.asarray(leaf), sharding)
-    here = leaf.place.home.sharded(leaf.place.name, leaf.token, leaf.sharding)
-    return jax.device_put(here, sharding)
+    return jax.device_put(_values(leaf, leaf.sharding), sharding)
+
+
+def _values(leaf: OnDisk, sharding: Sharding | None) -> Any:
+    """Read a leaf: whole, or as an array of a sharding that divides it between processes."""
+    if isinstance(leaf.token, Tracer):
+        raise ValueError(
+            f"disk: a step reads {_said(leaf.place)} outside its update; leaves on disk are read between steps. Fix: "
+            "read a part of the state that the step has returned, jo.to_device(optax.tree.get(state, 'mu'))."
+        )
+    return leaf.place.home.array(leaf.place.name, leaf.token, sharding)
 
 
 def check_in_memory(state: Any, what: str) -> None:
@@ -401,9 +394,7 @@ def _is_there(x: Any, place: Place | None) -> bool:
 
 
 def _brought(x: Any, like: Any) -> Any:
-    if is_on_disk(x):
-        sharded = not x.sharding.is_fully_addressable
-        x = read_to(x, like.sharding if place_of(like) is None else x.sharding) if sharded else np.asarray(x)
+    x = _values(x, x.sharding) if is_on_disk(x) else x
     return x if place_of(like) is not None else jax.device_put(x, like.sharding)
 
 

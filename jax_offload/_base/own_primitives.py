@@ -55,8 +55,8 @@ def collector_waits() -> Iterator[None]:
 def identity_primitive(name: str, lower: Callable[..., list[Any]]) -> Primitive:
     """Make a primitive that returns its operands, one result for each, and is lowered by ``lower``.
 
-    Linear: derivatives pass it too, so that it is in the program of a gradient, which may need no result of the
-    function itself. Results that nobody uses go, and their operands with them.
+    It is linear, and derivatives pass through it, so that it is in the program of a gradient too, which may need no
+    result of the function itself. Unused results are removed together with their operands.
     """
 
     def bind_all_but_zeros(tangents: Sequence[Any], params: dict[str, Any]) -> list[Any]:
@@ -93,8 +93,8 @@ class Call(Protocol):
 
     @property
     def recipe(self) -> Jaxpr:
-        """Equations that need of jax what the emitted ones will: it looks for memories, shardings and callbacks in the
-        jaxprs among an equation's parameters before it lowers any, and drops transfers where it has seen none."""
+        """Equations with the memories, shardings and callbacks of the emitted ones. jax looks for these in the jaxprs
+        among an equation's parameters before it lowers anything, and drops transfers if it has seen none."""
         ...
 
     def emitted(self, args: Sequence[Any], *, lowered: bool = False, for_cpu: bool = False) -> list[Any]:
@@ -188,9 +188,9 @@ def composite(fun: Callable[..., Sequence[jax.Array]], *xs: jax.Array, **static:
     chunk of the leaf needs to look into them.
 
     Args:
-      fun: without effects, and without transfers between memories. It makes each of its results, and none twice.
+      fun: has no effects and no transfers between memories. It makes each of its results, and none twice.
       xs: arrays.
-      static: what else ``fun`` takes.
+      static: the other arguments of ``fun``.
     """
     return list(_jitted(fun, tuple(sorted(static.items())))(*xs))
 
@@ -208,9 +208,9 @@ def is_composite(eqn: Equation) -> bool:
     return eqn.primitive.name in ("jit", "pjit") and eqn.params["name"] == _COMPOSITE
 
 
-# ---- marks: equations that do nothing, by which a trace says of a value what its type does not
+# ---- marks: equations that do nothing, and say about a value what its type does not
 #
-# Whoever reads the trace finds them. A program has none (``_ir/program``), and lowering drops them.
+# They are found by reading the trace. A program (``_ir/program``) has none, and lowering drops them.
 
 MARK = "jax_offload_mark"
 
@@ -224,11 +224,11 @@ class _Said:
 
 def mark(x: jax.Array, says: Any) -> jax.Array:
     """Return ``x``, marked: from here on the trace says ``says`` about it."""
-    return _mark.bind(x, says=_Said(says))
+    return _mark.bind(x, says=_Said(says))[0]
 
 
 def mark_of(x: Any) -> Any:
-    """The mark of a traced value, if marking was the last operation on it."""
+    """The mark of a traced value, if its last operation was to mark it."""
     eqn = equation_of(x)
     return eqn.params["says"].what if eqn is not None and eqn.primitive is _mark else None
 
@@ -242,12 +242,4 @@ def marks_in(step: ClosedJaxpr) -> dict[Var, Any]:
     return {eqn.outvars[0]: eqn.params["says"].what for eqn in step.jaxpr.eqns if eqn.primitive is _mark}
 
 
-_mark = Primitive(MARK)
-_mark.def_impl(lambda x, says: x)
-_mark.def_abstract_eval(lambda aval, says: aval)
-set_rules(
-    _mark,
-    lower=lambda context, x, says: [x],
-    jvp=lambda xs, tangents, says: (_mark.bind(*xs, says=says), *tangents),
-    batch=lambda xs, dims, says: (_mark.bind(*xs, says=says), *dims),
-)
+_mark = identity_primitive(MARK, lambda context, *xs, says: list(xs))

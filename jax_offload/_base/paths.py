@@ -1,8 +1,8 @@
 """Paths of parameters, as users write them, and the parameter that a state leaf belongs to.
 
-Without the boxes that flax puts around parameters: ``nn.Partitioned``, ``nnx.Param``. A box is a node with one leaf,
-``.value``. ``nnx.Optimizer`` gives ``init`` parameters in boxes and ``update`` bare ones, so what one knows by path the
-other must find, and a rule must mean the same in both.
+Paths leave out the boxes that flax puts around parameters (``nn.Partitioned``, ``nnx.Param``). A box is a node with
+one leaf, ``.value``. ``nnx.Optimizer`` gives ``init`` parameters in boxes and ``update`` bare ones. A path or a rule
+must mean the same in both.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ KeyPath = tuple[Any, ...]
 
 
 def matches(argument: str, rules: Sequence[str], names: Sequence[str]) -> list[set[int]]:
-    """For each rule the numbers of the parameters whose path it is found in."""
+    """For each rule, the numbers of the parameters whose path it matches."""
     try:
         hits = [{i for i, name in enumerate(names) if re.search(rule, name)} for rule in rules]
     except re.error as error:
@@ -94,12 +94,12 @@ def leaves_with_paths(tree: Any) -> list[tuple[KeyPath, Any]]:
 
 
 def key_of(path: KeyPath) -> str:
-    """A path as a key, the same in a box and out of it. No two leaves of a tree share one."""
+    """A path as a key, with or without a box around the leaf. No two leaves of a tree share a key."""
     return keystr(path[:-1] if _ends_in_value(path) else path)
 
 
 def names_of(paths: Sequence[KeyPath]) -> list[str]:
-    """All parameters' paths as users write them, ``a/b/c``; a ``.value`` that has siblings is no box, and is kept."""
+    """All parameters' paths as users write them, ``a/b/c``; a ``.value`` with siblings is no box, and stays."""
     under = Counter(path[:n] for path in paths for n in range(len(path)))
     bare = [path[:-1] if _ends_in_value(path) and under[path[:-1]] == 1 else path for path in paths]
     return [keystr(path, simple=True, separator="/") for path in bare]

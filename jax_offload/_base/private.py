@@ -13,7 +13,6 @@
 | a tracer's equation, and all equations of its trace | ``equation_of``, ``equations_of_trace`` | 0.10 to 0.12 |
 | the variable that a tracer is | ``variable_of`` | 0.10 to 0.12 |
 | ``memory_space`` and ``manual_axis_type`` of a type | ``memory_space_of``, ``manual_axes_of`` | 0.10 to 0.12 |
-| keys and barriers of the service that processes meet in | ``coordination`` | 0.10 to 0.12 |
 | XLA's compile options, a list of devices, ``compile`` of a client | ``compiled``, ``options_of`` | 0.10 to 0.12 |
 """
 
@@ -29,7 +28,6 @@ import jax
 import jax.extend.core as jex
 import numpy as np
 from jax._src import core as private_core
-from jax._src import distributed
 from jax._src import dtypes as private_dtypes
 from jax._src.lib import xla_client  # pyright: ignore[reportPrivateImportUsage]
 from jax._src.state import discharge
@@ -44,8 +42,8 @@ INFO = "jax.result_info"
 
 def _has_moved(what: str, so: str = "") -> RuntimeError:
     return RuntimeError(
-        f"jax {jax.__version__} is made otherwise than jax_offload knows ({what}){so}. Install a jax that jax_offload "
-        "supports (see its pyproject.toml), and report this."
+        f"jax {jax.__version__} differs from the versions that jax_offload knows ({what}){so}. Install a jax that "
+        "jax_offload supports (see its pyproject.toml), and report this."
     )
 
 
@@ -59,7 +57,7 @@ def _part_of(x: Any, *names: str) -> Any:
 
 
 def _check_types() -> None:
-    """Raises ``RuntimeError`` where the types of arrays do not tell what ``memory_space_of`` and the like ask for."""
+    """Raise ``RuntimeError`` if the types of arrays lack an attribute that ``memory_space_of`` and others read."""
     scalar = ShapedArray((), jax.numpy.float32)
     for name in ("memory_space", "manual_axis_type", "sharding", "weak_type"):
         _part_of(scalar, name)
@@ -69,12 +67,12 @@ _check_types()
 
 
 def dce_jaxpr(jaxpr: Any, used: Sequence[bool], *, keep_inputs: bool) -> tuple[Any, list[bool]]:
-    """An open jaxpr without what the results that are used do not need, and which of its inputs are left."""
+    """Remove the equations that the used results do not need; return the jaxpr, and which of its inputs are left."""
     return _part_of(pe, "dce_jaxpr")(jaxpr, list(used), instantiate=keep_inputs)
 
 
 def without_references(jaxpr: Any) -> Any:
-    """A closed jaxpr whose mutable arrays, which live inside it alone, are values."""
+    """Turn the mutable arrays that live inside a closed jaxpr into values."""
     return _part_of(discharge, "discharge_state")(jaxpr)
 
 
@@ -89,7 +87,7 @@ def set_rules(
     transpose: Callable[..., Any] | None = None,
     dce: Callable[..., Any] | None = None,
 ) -> None:
-    """Gives a primitive its rules. ``batch_over`` is a ``batch`` that is given the axis too."""
+    """Give a primitive its rules. ``batch_over`` is a ``batch`` that also gets the axis."""
     tables = (
         (ad, "primitive_jvps", jvp),
         (batching, "primitive_batchers", batch),
@@ -106,20 +104,20 @@ def set_rules(
 
 
 def trace_as(kind: type, aval: ShapedArray, refuse: Callable[..., Any]) -> None:
-    """Lets jax trace objects of a class, as arguments of that type; a program that is run on one calls ``refuse``."""
+    """Let jax trace objects of a class as arguments of a type; a program that runs with one calls ``refuse``."""
     _part_of(private_core, "pytype_aval_mappings")[kind] = lambda _: aval
     _part_of(private_dtypes, "canonicalize_value_handlers")[kind] = refuse
 
 
 def trace_as_on_host(kind: type[jax.ShapeDtypeStruct]) -> None:
-    """Lets jax trace abstract values of a class as values in host memory, whatever their sharding tells it."""
+    """Let jax trace abstract values of a class as values in host memory, whatever their sharding says."""
     rules = _part_of(private_core, "pytype_aval_mappings")
     plain = rules[jax.ShapeDtypeStruct]
     rules[kind] = lambda x: plain(x).update(memory_space=jax.memory.Space.Host)
 
 
 def nonzero(tangent: Any) -> bool:
-    """Whether a tangent is an array, and not a symbol for zero or of a type without tangents."""
+    """Whether a tangent is an array: neither a symbol for zero, nor of a type without tangents."""
     return not isinstance(tangent, ad.Zero) and tangent.dtype != jax.dtypes.float0
 
 
@@ -139,7 +137,7 @@ def lowered_as_barrier(values: Sequence[Any]) -> Sequence[Any]:
 
 
 def take_back_aliases(context: Any, default_kind: str) -> None:
-    """Leaves the pairing of donated arguments to XLA where jax has paired two of different memory kinds.
+    """Leave the pairing of donated arguments to XLA if jax has paired two of different memory kinds.
 
     Args:
       context: a lowering rule's context; it tells the module, whose entry is called ``main``.
@@ -164,7 +162,7 @@ def take_back_aliases(context: Any, default_kind: str) -> None:
 
 
 def results_of_main(context: Any) -> list[tuple[str, bool]]:
-    """The results of the program that is being lowered: of each its path, and whether it is in pinned host memory.
+    """The path of each result of the program that is being lowered, and whether it is in pinned host memory.
 
     Args:
       context: a lowering rule's context.
@@ -179,7 +177,7 @@ def results_of_main(context: Any) -> list[tuple[str, bool]]:
 
 @functools.cache
 def _check_lowering() -> None:
-    """Raises ``RuntimeError`` where jax lowers a function otherwise than ``take_back_aliases`` relies on."""
+    """Raise ``RuntimeError`` if jax lowers a function in another way than ``take_back_aliases`` relies on."""
     lower = getattr(mlir, "lower_jaxpr_to_fun", None)
     missing = {ALIAS, DONOR, KIND, INFO} - set(_strings(lower.__code__) if lower is not None else ())
     if missing:
@@ -219,7 +217,7 @@ def _check_tracers() -> None:
 
 
 def equations_of_trace(x: Any) -> list[Any]:
-    """All the equations so far of the trace that a traced value is of."""
+    """All equations so far in the trace that a traced value belongs to."""
     found = [e() if isinstance(e, weakref.ref) else e for e in _part_of(x, "_trace", "frame", "tracing_eqns")]
     return [_as_equation(eqn) for eqn in found if eqn is not None]  # jax keeps no equation that nothing is left of
 
@@ -235,13 +233,8 @@ def memory_space_of(aval: Any) -> Any:
 
 
 def manual_axes_of(x: Any) -> Any:
-    """Over which axes a value, or one of a type, differs inside ``shard_map``; something to compare."""
+    """The axes over which a value, or values of a type, differ inside ``shard_map``; to be compared only."""
     return getattr(x if isinstance(x, ShapedArray) else jax.typeof(x), "manual_axis_type", None)
-
-
-def coordination() -> Any:
-    """The client of the service by which ``jax.distributed`` brings processes together; ``None`` where it did not."""
-    return _part_of(distributed, "global_state", "client")
 
 
 # ---- compiling for devices that may only be described

@@ -9,11 +9,8 @@ from typing import Any, TypeVar
 import jax
 import numpy as np
 
-from jax_offload._base.private import coordination
-
 _BYTES = 4096  # that each says: one program for all that is told
-_LETTERS = 600  # of an error, six bytes each at most
-_PATIENCE = 30 * 60 * 1000  # ms, for processes that are slower: one may still compile
+LETTERS = 600  # of an error, six bytes each at most
 T = TypeVar("T")
 
 
@@ -34,29 +31,6 @@ def allgathered(mine: Any) -> list[Any]:
     return [json.loads(row.tobytes()) for row in rows.reshape(-1, _BYTES)]
 
 
-def failed_anywhere(mine: str, run: str, number: int) -> dict[int, str]:
-    """Return the failures by the number of their process; empty if there are none.
-
-    ``allgathered`` runs a program on the devices, which waits for everything that runs there. This goes from host to
-    host: a step ends with it, and its programs run on.
-
-    Args:
-      mine: the failure in this process; empty if there is none.
-      run: the name of the run.
-      number: the number of the question in the run; each is asked once.
-    """
-    if not several():
-        return {0: mine} if mine else {}
-    service = coordination()
-    if service is None:
-        return {k: text for k, text in enumerate(allgathered(mine[:_LETTERS])) if text}
-    place = f"jax_offload/{run}/{number}/"
-    if mine:
-        service.key_value_set(f"{place}{jax.process_index()}", mine)
-    service.wait_at_barrier(f"jax_offload/{run}", _PATIENCE)
-    return {int(key.rpartition("/")[2]): text for key, text in service.key_value_dir_get(place)}
-
-
 def everywhere(do: Callable[[], T], doing: str, undo: Callable[[T], Any] = lambda _: None) -> T:
     """Return the result of ``do`` if it succeeds in every process; otherwise raise in all of them.
 
@@ -71,7 +45,7 @@ def everywhere(do: Callable[[], T], doing: str, undo: Callable[[T], Any] = lambd
         result = do()
     except Exception as raised:
         error = raised
-    said = allgathered(None if error is None else f"{type(error).__name__}: {error}"[:_LETTERS])
+    said = allgathered(None if error is None else f"{type(error).__name__}: {error}"[:LETTERS])
     if error is not None:
         raise error
     if failed := [(k, text) for k, text in enumerate(said) if text is not None]:

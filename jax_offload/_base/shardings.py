@@ -48,7 +48,7 @@ def same_sharding(a: Sharding, b: Sharding) -> bool:
 
 
 def sharding_of(x: Any) -> Sharding | None:
-    """The sharding of an array or a ``ShapeDtypeStruct``; of a tracer, where the axes of its mesh are Explicit."""
+    """The sharding of an array, a ``ShapeDtypeStruct``, or a tracer on a mesh with Explicit axes."""
     return typed_sharding(jax.typeof(x)) if isinstance(x, Tracer) else getattr(x, "sharding", None)
 
 
@@ -65,20 +65,15 @@ def types_of_axes(aval: Any) -> tuple[AxisType, ...]:
 
 
 def devices_of(x: Any) -> int:
-    """Between how many devices an array or a tracer might be divided: a tracer tells its mesh, though with Auto axes
-    not how it is divided. 1 where nothing tells; manual axes, of ``shard_map``, divide nothing more."""
+    """The number of devices between which an array or a tracer might be divided: a tracer tells its mesh, though with
+    Auto axes not its sharding. 1 if nothing tells; the manual axes of a ``shard_map`` divide nothing more."""
     mesh = jax.typeof(x).sharding.mesh
     sizes = zip(mesh.axis_sizes, mesh.axis_types, strict=True)
     return math.prod(size for size, kind in sizes if kind != AxisType.Manual)
 
 
-def varying_over(x: Any) -> Any:
-    """Over which axes a value differs between devices, inside ``shard_map``; something to compare."""
-    return manual_axes_of(x)
-
-
 def varies(aval: Any) -> bool:
-    """Whether a value of a type differs between devices, inside ``shard_map``."""
+    """Whether values of a type differ between devices inside ``shard_map``."""
     return manual_axes_of(aval) != manual_axes_of(ShapedArray((), np.dtype(np.float32)))
 
 
@@ -93,7 +88,7 @@ def is_explicit(mesh: Any) -> bool:
 
 
 def shards_of(sharding: Sharding | None, shape: Sequence[int]) -> Shards:
-    """Into how many parts each axis is divided; none where the sharding is not known."""
+    """The number of parts of each axis; 1 if the sharding is not known."""
     if sharding is None:
         return (1,) * len(shape)
     if isinstance(sharding, NamedSharding):  # its mesh may be abstract
@@ -120,7 +115,7 @@ def fitted(sharding: Sharding, shape: Sequence[int]) -> Sharding:
 
 
 def without_axes(sharding: NamedSharding, axes: Sequence[int | None]) -> NamedSharding:
-    """For an array whose axes are these of the parameter's (``None``: none of them)."""
+    """The sharding for an array with these axes of the parameter (``None``: an axis that the parameter lacks)."""
     spec = padded(sharding.spec, max((a for a in axes if a is not None), default=-1) + 1)
     entries = [None if a is None else spec[a] for a in axes]
     while entries and entries[-1] is None:
@@ -129,7 +124,7 @@ def without_axes(sharding: NamedSharding, axes: Sequence[int | None]) -> NamedSh
 
 
 def constrained(x: Any, sharding: Sharding | None) -> Any:
-    """``x``, traced or not, in this sharding and in the memory where it is."""
+    """Put ``x``, traced or not, into this sharding, in the memory where it is."""
     if sharding is None:
         return x
     if isinstance(sharding, NamedSharding) and AxisType.Explicit in sharding.mesh.axis_types:

@@ -1,8 +1,9 @@
-"""Commits of one or several processes, each with its own store: a commit belongs to all or to none.
+"""Commits of one or several processes, each with its own store: a commit succeeds in all of them or in none.
 
-Each process prepares it: all of it is on its disk, beside the commit before. When all have, it counts. Each process,
-once it knows, swaps it in, and only then writes over the one before; a process that ended between the two finds it
-prepared. So each process has one or two commits, they have one in common, and the newest of these is the last.
+First each process prepares the commit: all of its part is on disk, beside the previous commit. When all processes have
+done so, the commit is valid. Then each swaps it in, and only after that overwrites the previous one; a process that was
+killed in between finds the prepared commit. So each process has one or two commits, and the newest one that all
+processes have is the last.
 """
 
 from __future__ import annotations
@@ -111,7 +112,7 @@ def commit(store: Store, step: int, beside: Callable[[], Mapping[str, Late]], ru
 
 
 def _whole(do: Callable[[], None]) -> KeyboardInterrupt | None:
-    """Do it to its end, as it reads from the caller's arrays, and return the Ctrl-C that came meanwhile."""
+    """Run ``do`` to its end in spite of Ctrl-C, because it reads the caller's arrays; return the interrupt, if any."""
     with ThreadPoolExecutor(1, "disk commit") as thread:
         future = thread.submit(do)
         try:
@@ -140,7 +141,7 @@ def check_leaves(leaves: Sequence[Place]) -> None:
 
 
 def number_of(step: Any) -> int:
-    """Return the number of a step: a Python integer, NumPy's, or a jax array of one.
+    """Return the number of a step, given as a Python integer, a NumPy integer or a jax array.
 
     Raises:
       ValueError: it is something else, or below 0.

@@ -1,11 +1,10 @@
 """``Disk``: leaves of a state in files, what of them is being read and written, and their commits.
 
-Two threads read leaves and four write them; they wait for values, so that the thread that drives the step does not. A
-read waits for pending writes of its leaf, and an error in writing is remembered: the files then hold parts of
-two steps.
+Threads read and write leaves, and wait for their values, so that the thread that drives the step does not. A read waits
+for pending writes of its leaf, and an error in writing is remembered: the files then hold parts of two steps.
 
-None of several processes stops in the middle of a step, where the others would wait for its part: it goes on, with
-zeros for values that it could not read, and ``advance``, at the end, raises in all of them.
+One of several processes never stops in the middle of a step, because the others would wait for it. It goes on, with
+zeros for values that it could not read, and ``advance`` raises in all processes at the end of the step.
 """
 
 from __future__ import annotations
@@ -20,7 +19,6 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.core import Tracer
 from jax.sharding import Sharding
 
 from jax_offload._base.boxes import (
@@ -34,14 +32,14 @@ from jax_offload._base.boxes import (
     shape_of,
 )
 from jax_offload._base.on_disk import TOKEN, VERSIONS, Ends, OnDisk, Place, Range, Token
-from jax_offload._base.processes import allgathered, everywhere, failed_anywhere, several
+from jax_offload._base.processes import LETTERS, allgathered, everywhere, several
 from jax_offload._disk import commits
 from jax_offload._disk.files import Files, pages
 from jax_offload._disk.leaves import Room, Stored, check_covered, entries_of, read_parts, stored_in
 from jax_offload._disk.store import Late, Store
 from jax_offload._disk.tree import packed, unpacked
 
-_READERS, _WRITERS = 2, 4  # leaves of a few MiB were written faster by four threads than by two, and read no faster
+_THREADS = 8  # in each direction
 _AT_A_TIME, _BYTES_AT_A_TIME = 4, 2**28  # leaves that are being written while new files are filled
 
 
@@ -119,7 +117,7 @@ class Disk:
         return True
 
     def _beside(self, tree: Any) -> dict[str, Late]:
-        """The part of a commit beside the leaves on disk, once these are written."""
+        """Return the arrays of a commit that are not on disk, after the leaves on disk have been written."""
         self._check_whole()
         beside, found = packed(tree)
         for leaf in found.values():
@@ -180,9 +178,9 @@ class Disk:
         return self._opened
 
     def fill(self, leaves: Sequence[Place], values: Iterable[Any]) -> list[OnDisk]:
-        """Make files with these leaves, from values that come one after the other, so that few are in memory at a time.
+        """Make files for these leaves from an iterator of values, so that few are in memory at a time.
 
-        Nothing is left of the files if a value does not come.
+        If the iterator raises, the files hold nothing.
         """
         if self._opened is not None:
             raise ValueError(
@@ -215,8 +213,8 @@ class Disk:
         self._writing: dict[int, Future[None]] = {}  # entry of the store -> what writes it
         self._updating = False
         self._failed, self._known = "", ""  # the failure here, and the failure that all processes know
-        self._readers = ThreadPoolExecutor(_READERS, "jax_offload reads")
-        self._writers = ThreadPoolExecutor(_WRITERS, "jax_offload writes")
+        self._readers = ThreadPoolExecutor(_THREADS, "jax_offload reads")
+        self._writers = ThreadPoolExecutor(_THREADS, "jax_offload writes")
         begin = [secrets.randbelow(VERSIONS), secrets.token_hex(8)]  # no version of a run before
         self._version, self._run = allgathered(begin)[0]
         self._committed = None if store.step is None else self._version
@@ -316,8 +314,9 @@ class Disk:
         Raises:
           ValueError: something has failed until now, in this process or another.
         """
-        if failed := failed_anywhere(self._failed, self._run, self._version):
-            self._known = "; ".join(f"in process {k} {why}" if several() else why for k, why in sorted(failed.items()))
+        said = allgathered(self._failed[:LETTERS])
+        if failed := [(k, why) for k, why in enumerate(said) if why]:
+            self._known = "; ".join(f"in process {k} {why}" if several() else why for k, why in failed)
         else:
             self._updating = False
         self._check_whole()
@@ -327,8 +326,8 @@ class Disk:
     def _check_whole(self) -> None:
         """Raise ``ValueError`` where an update did not end.
 
-        What failed in one of several processes does not count until all know it, or this one would leave the next step
-        to the others.
+        A failure in one of several processes counts only when all of them know it; otherwise the others would wait for
+        this one in the next step.
         """
         self.store  # noqa: B018
         why = self._known if several() else self._failed
@@ -353,22 +352,20 @@ class Disk:
 
     # ---- what reads a leaf between steps ---------------------------------------------------------------------------
 
-    def array(self, name: str, token: Any) -> np.ndarray[Any, Any]:
-        """Read a leaf's values now. ``ValueError`` for a token of another version."""
-        if isinstance(token, Tracer):
-            raise TypeError("disk: a leaf on disk cannot be read in a trace.")
-        whole = box_of_shape(self._leaf(name).shape)
-        parts = self._as_of(name, token)
-        if not covered(whole, [box for box, _ in parts]):
+    def array(self, name: str, token: Any, sharding: Sharding | None = None) -> np.ndarray[Any, Any] | jax.Array:
+        """Read a leaf's values now: whole, or as an array of a sharding that divides it between processes, if all ask.
+
+        ``ValueError`` for a token of another version, or where this process has only a part of the leaf.
+        """
+        shape, parts = self._leaf(name).shape, self._as_of(name, token)
+        if sharding is not None and not sharding.is_fully_addressable:
+            return assembled(parts, sharding, shape)
+        if not covered(whole := box_of_shape(shape), [box for box, _ in parts]):
             raise ValueError(
                 f"disk: {name} is divided between processes, and this one has a part of it. Fix: jo.to_device(leaf), "
                 "in all processes, gives the leaf divided."
             )
         return gathered(parts, whole)
-
-    def sharded(self, name: str, token: Any, sharding: Sharding) -> jax.Array:
-        """Read a leaf that is divided between processes; all must ask."""
-        return assembled(self._as_of(name, token), sharding, self._leaf(name).shape)
 
     def _as_of(self, name: str, token: Any) -> Parts:
         committed = _version(token) == self._committed

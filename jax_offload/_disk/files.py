@@ -12,7 +12,7 @@ import threading
 import weakref
 import zlib
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -214,27 +214,39 @@ class Opened:
                 raise failed(error, "opening a file of a store", path) from error
         return cls(files, path, files.open(path), direct=False)
 
-    def read(self, memory: np.ndarray, offset: int, checksum: int, what: str) -> None:
-        """Fill ``memory`` with a block.
+    def read(self, memory: np.ndarray, offset: int, checksums: Sequence[int], what: str) -> None:
+        """Fill ``memory``, whole pages, block by block.
 
         Raises:
-          OSError: the system cannot read it.
-          ValueError: its checksum differs from ``checksum``.
+          OSError: the system cannot read a block.
+          ValueError: its checksum is not the one in ``checksums``.
         """
-        place = f"{what}, bytes {offset} to {offset + memory.nbytes} of the file"
-        self._move(self.files.preadv, memory, offset, f"reading {place}")
-        if (found := checksum_of(memory)) != checksum:
-            raise ValueError(
-                f"{place} {str(self.path)!r} are damaged: their checksum is {found:08x}, and was {checksum:08x} when "
-                "they were written. Check the disk and restore from a checkpoint."
-            )
+        for begin, checksum in zip(range(0, memory.nbytes, BLOCK), checksums, strict=True):
+            block = memory[begin : begin + BLOCK]
+            place = _place(what, offset + begin, block)
+            self._move(self.files.preadv, block, offset + begin, f"reading {place}")
+            if (found := checksum_of(block)) != checksum:
+                raise ValueError(
+                    f"{place} {str(self.path)!r} are damaged: their checksum is {found:08x}, and was {checksum:08x} "
+                    "when they were written. Check the disk and restore from a checkpoint."
+                )
 
-    def write(self, memory: np.ndarray, offset: int, what: str) -> int:
-        """Write a block and return its checksum. ``OSError`` where the system cannot."""
-        checksum = checksum_of(memory)
-        place = f"{what}, bytes {offset} to {offset + memory.nbytes} of the file"
-        self._move(self.files.pwritev, memory, offset, f"writing {place}")
-        return checksum
+    def write(self, x: np.ndarray, offset: int, what: str, staging: Buffers) -> tuple[int, ...]:
+        """Write an array block by block and return the blocks' checksums. ``OSError`` where the system cannot.
+
+        ``staging``: buffers for blocks that are not whole pages.
+        """
+        values, checksums = np.ascontiguousarray(x).reshape(-1).view(np.uint8), list[int]()
+        for begin in range(0, values.nbytes, BLOCK):
+            block = values[begin : begin + BLOCK]
+            if block.nbytes % PAGE or (self.direct and block.__array_interface__["data"][0] % PAGE):
+                whole = staging.take(BLOCK)[: padded(block.nbytes)]
+                whole[: block.nbytes] = block
+                whole[block.nbytes :] = 0
+                block = whole
+            checksums.append(checksum_of(block))
+            self._move(self.files.pwritev, block, offset + begin, f"writing {_place(what, offset + begin, block)}")
+        return tuple(checksums)
 
     def sync(self) -> None:
         """Bring the file's bytes to the disk. ``OSError`` also where the file no longer has its name."""
@@ -264,6 +276,10 @@ class Opened:
                     str(self.path),
                 )
             done = now
+
+
+def _place(what: str, offset: int, block: np.ndarray) -> str:
+    return f"{what}, bytes {offset} to {offset + block.nbytes} of the file"
 
 
 def checksum_of(memory: np.ndarray) -> int:

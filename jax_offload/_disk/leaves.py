@@ -1,9 +1,9 @@
-"""How a leaf in files is divided: into boxes, one for each part that some device of this process has of it, and these
-into ranges of rows.
+"""How a leaf is divided in files: into one box for each part that a device of this process has, and each box into
+ranges of rows.
 
-A range is the same rows of every device's part along the leaf's first axis. The division is that with which the files
-were made, and stays. Another sharding, after a ``resume`` for example, reads and writes the same boxes, and puts its
-parts together from them.
+A range is the same rows of every device's part along the leaf's first axis. The division is made with the files and
+never changes. A run with another sharding, after ``resume`` for example, reads and writes the same boxes and assembles
+its own parts from them.
 """
 
 from __future__ import annotations
@@ -29,15 +29,14 @@ class Stored:
     """A leaf in a store.
 
     Attributes:
-      name: the leaf's.
-      entries: its entries in the store, with the box of each.
-      dtype: the leaf's.
-      shape: the leaf's, over all processes.
+      name, dtype: the leaf's name and dtype.
+      entries: the leaf's entries in the store, each with its box.
+      shape: the leaf's shape, over all processes.
       rows: how many rows each device has.
     """
 
     name: str
-    entries: Sequence[tuple[int, Box]]
+    entries: list[tuple[int, Box]]
     dtype: np.dtype[Any]
     shape: tuple[int, ...]
     rows: int
@@ -57,7 +56,7 @@ class Stored:
         return self.shape if rows is None else (first // self.rows * (rows[1] - rows[0]), *rest)
 
     def within(self, rows: Range | None) -> list[tuple[int, Box]]:
-        """The entries of some ranges, each with its box in an array of just these rows."""
+        """The entries of a range of rows, each with its box in an array of just these rows."""
         if rows is None:
             return list(self.entries)
         found = list[tuple[int, Box]]()
@@ -71,23 +70,17 @@ class Stored:
 
 def stored_in(store: Store) -> dict[str, Stored]:
     """The leaves of a store, by their names."""
-    found: dict[str, list[int]] = {}
-    for k, entry in enumerate(store.entries):
-        found.setdefault(entry.path, []).append(k)
-    return {name: _stored(store, entries) for name, entries in found.items()}
-
-
-def _stored(store: Store, entries: Sequence[int]) -> Stored:
-    some, boxed = store.entries[entries[0]], list[tuple[int, Box]]()
-    for k in entries:
-        entry = store.entries[k]
-        boxed.append((k, tuple((a, a + n) for a, n in zip(entry.begin, entry.shape, strict=True))))
-    in_order = sorted(boxed, key=lambda each: each[1])
-    return Stored(some.path, in_order, dtype_of(some.dtype), some.leaf_shape, some.rows)
+    found: dict[str, Stored] = {}
+    for k, e in enumerate(store.entries):
+        leaf = found.setdefault(e.path, Stored(e.path, [], dtype_of(e.dtype), e.leaf_shape, e.rows))
+        leaf.entries.append((k, tuple((a, a + n) for a, n in zip(e.begin, e.shape, strict=True))))
+    for leaf in found.values():
+        leaf.entries.sort(key=lambda each: each[1])
+    return found
 
 
 def entries_of(leaf: Place) -> list[Entry]:
-    """The entries of a leaf in new files: of each range a part for each box."""
+    """Make the entries of a leaf for new files: one for each range of each box."""
     shards = shards_of(leaf.on_its_way, leaf.shape)[0]
     size = leaf.shape[0] // shards
     step = max(1, leaf.rows // shards if leaf.rows else size)
@@ -101,7 +94,7 @@ def entries_of(leaf: Place) -> list[Entry]:
 
 
 def read_parts(store: Store, found: Sequence[tuple[int, Box]], room: Room, *, committed: bool) -> Parts:
-    """Read entries of a leaf into one buffer; rows that follow each other there are one part.
+    """Read entries of a leaf into one buffer. Entries whose rows are contiguous there become one part.
 
     Args:
       store: the store.

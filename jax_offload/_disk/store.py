@@ -7,7 +7,8 @@ opens at its last commit, whole. It takes twice the disk, however often commits 
 A commit is made in two halves: ``prepare`` puts its manifest beside the last one, and ``swap`` puts it in the last
 one's place. Of several processes, each with a store of its own, a commit counts when all have prepared it.
 
-Nothing here runs ahead: each call returns when it is done. Threads may read and write different arrays at once.
+Nothing here runs ahead: each call returns when it is done. Several threads, four or more to hide a disk's latency, may
+read and write different arrays at once.
 """
 
 from __future__ import annotations
@@ -17,28 +18,26 @@ import json
 import math
 import os
 import warnings
-import weakref
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Executor, Future, ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 
-from jax_offload._disk.files import BLOCK, PAGE, Buffers, Files, Opened, failed, padded, pages
+from jax_offload._disk.files import Buffers, Files, Opened, failed, padded, pages
 
 NAME, NEXT = "manifest.json", "manifest.next.json"
 _LOCK = "lock"
 _FORMAT = 2
-_THREADS = 8  # a direction: four hide a disk's latency
-_BESIDE = 2  # arrays beside the state that are in memory at once
-T = TypeVar("T")
+_AT_ONCE = 4  # arrays beside the state that are moved, and are in memory, at once
 
 
 @dataclasses.dataclass(frozen=True)
 class Entry:
-    """An array in the store: what one device has of some rows of a leaf.
+    """An array in the store: one device's part of a range of a leaf's rows.
 
     Attributes:
       path: the leaf's name.
@@ -63,7 +62,7 @@ class Entry:
 
 @dataclasses.dataclass(frozen=True)
 class Version:
-    """Bytes in one of the two slots, with the checksums of their blocks."""
+    """The values of an array in one of the two slots, with the checksums of their blocks."""
 
     slot: int
     checksums: tuple[int, ...]
@@ -71,7 +70,7 @@ class Version:
 
 @dataclasses.dataclass(frozen=True)
 class Late:
-    """``nbytes`` that ``make`` gives when they are written, so that few such arrays are in memory at a time."""
+    """An array of ``nbytes`` that ``make`` returns when it is written, so that few are in memory at a time."""
 
     nbytes: int
     make: Callable[[], np.ndarray]
@@ -118,9 +117,12 @@ def commits(directory: Path, files: Files) -> list[Commit]:
 class Store:
     """Arrays in the files of a directory; made by ``create`` or ``open``, and locked until ``close``."""
 
-    def __init__(self, lock: _Lock, entries: Sequence[Entry], last: Manifest | None) -> None:
-        self.directory, self._files, self._lock = lock.directory, lock.files, lock
-        self.entries, self._last = tuple(entries), last
+    def __init__(
+        self, directory: Path, files: Files, entries: Sequence[Entry], last: Manifest | None, closing: ExitStack
+    ) -> None:
+        self.directory, self._files, self.entries, self._last = directory, files, tuple(entries), last
+        self._open = list[Opened]()
+        closing.callback(lambda: [self._files.close(each.descriptor) for each in self._open])
         self._offsets, length = _laid_out(entries)
         self._newest: list[Version | None] = [each for _, each in last.state] if last else [None] * len(entries)
         self._next: Manifest | None = None
@@ -130,9 +132,7 @@ class Store:
         if last is not None:  # so that a lost file shows now
             length = _laid_out([entry for entry, _ in last.beside])[1]
             self._beside[last.slot] = self._opened(f"beside.{'ab'[last.slot]}", length), length
-        self._reads = ThreadPoolExecutor(_THREADS, "disk reads")
-        self._writes = ThreadPoolExecutor(_THREADS, "disk writes")
-        self.buffers, self._staging = Buffers(), Buffers()
+        self.buffers, self._staging, self._closing = Buffers(), Buffers(), closing.pop_all()
 
     # ---- make, open, close -----------------------------------------------------------------------------------------
 
@@ -148,8 +148,8 @@ class Store:
             files.make_directory(directory)
         except OSError as error:
             raise failed(error, "making the directory of a store", directory) from error
-        lock = _Lock(directory, files)
-        try:
+        with ExitStack() as closing:
+            _lock(directory, files, closing)
             if _exists(directory / NAME, files):
                 raise ValueError(f"{str(directory)!r} holds a store. Open it, remove it, or give another directory.")
             files.remove(directory / NEXT)  # no commit, as another process has not prepared it
@@ -162,10 +162,7 @@ class Store:
                 for path in paths:
                     files.remove(path)
                 raise
-            return cls(lock, entries, None)
-        except BaseException:
-            lock.release()
-            raise
+            return cls(directory, files, entries, None, closing)
 
     @classmethod
     def open(cls, directory: Path, commit: Commit, files: Files) -> Store:
@@ -174,8 +171,8 @@ class Store:
         Raises:
           ValueError: another process has it, or files are missing or damaged. Arrays are checked when they are read.
         """
-        lock = _Lock(directory, files)
-        try:
+        with ExitStack() as closing:
+            _lock(directory, files, closing)
             prepared, last = _manifests(directory, files)
             if last is not None and last.commit == commit:
                 files.remove(directory / NEXT)
@@ -188,16 +185,11 @@ class Store:
                     "for: another run is in its directory. End that, or give this one a directory of its own."
                 )
             files.sync_directory(directory)
-            return cls(lock, [entry for entry, _ in last.state], last)
-        except BaseException:
-            lock.release()
-            raise
+            return cls(directory, files, [entry for entry, _ in last.state], last, closing)
 
     def close(self) -> None:
         """Let the files and the directory go. What was not committed is lost."""
-        self._reads.shutdown()
-        self._writes.shutdown()
-        self._lock.release()
+        self._closing.close()
 
     # ---- read and write --------------------------------------------------------------------------------------------
 
@@ -225,43 +217,27 @@ class Store:
           ValueError: bytes are damaged, or were never written.
           OSError: the system cannot read them.
         """
-        found, jobs, at = list[np.ndarray](), list[Callable[[], Any]](), 0
+        found, at = list[np.ndarray](), 0
         for k in entries:
-            entry, offset = self.entries[k], self._offsets[k]
+            entry = self.entries[k]
             version = self._last.state[k][1] if committed and self._last else self._newest[k]
             if version is None:
                 raise ValueError(f"{entry.path!r} in {str(self.directory)!r} was never written whole.")
-            jobs += _reads(self._slots[version.slot], entry, version, buffer[at:], offset)
-            found.append(buffer[at : at + entry.nbytes].view(dtype_of(entry.dtype)).reshape(entry.shape))
-            at += padded(entry.nbytes)
-        _all(self._reads, jobs)
+            whole = buffer[at : at + padded(entry.nbytes)]
+            self._slots[version.slot].read(whole, self._offsets[k], version.checksums, repr(entry.path))
+            found.append(whole[: entry.nbytes].view(dtype_of(entry.dtype)).reshape(entry.shape))
+            at += whole.nbytes
         return found
 
     def write(self, arrays: Mapping[int, np.ndarray]) -> None:
         """Write new values of entries beside the committed ones. Raise ``OSError`` if the system cannot."""
         self.check()
-        slots = {k: 1 - self._last.state[k][1].slot if self._last else 0 for k in arrays}
-        jobs = dict[int, list[Callable[[], int]]]()
-        for k, x in arrays.items():
+        for k in arrays:
             self._newest[k] = None
-            jobs[k] = self._block_writes(self._slots[slots[k]], self.entries[k], x, self._offsets[k])
-        checksums = iter(_all(self._writes, [job for each in jobs.values() for job in each]))
-        for k, each in jobs.items():
-            self._newest[k] = Version(slots[k], tuple(next(checksums) for _ in each))
-
-    def _block_writes(self, file: Opened, entry: Entry, x: np.ndarray, offset: int) -> list[Callable[[], int]]:
-        values = np.ascontiguousarray(x).reshape(-1).view(np.uint8)
-
-        def one(begin: int) -> int:
-            memory = values[begin : begin + BLOCK]
-            if memory.nbytes % PAGE or (file.direct and memory.__array_interface__["data"][0] % PAGE):
-                whole = self._staging.take(BLOCK)[: padded(memory.nbytes)]
-                whole[: memory.nbytes] = memory
-                whole[memory.nbytes :] = 0
-                memory = whole
-            return file.write(memory, offset + begin, repr(entry.path))
-
-        return [lambda begin=begin: one(begin) for begin in range(0, values.nbytes, BLOCK)]
+        for k, x in arrays.items():
+            slot = 1 - self._last.state[k][1].slot if self._last else 0
+            checksums = self._slots[slot].write(x, self._offsets[k], repr(self.entries[k].path), self._staging)
+            self._newest[k] = Version(slot, checksums)
 
     # ---- commits ---------------------------------------------------------------------------------------------------
 
@@ -279,7 +255,8 @@ class Store:
             stored = self._write_beside(slot, beside)
             before = [None] * len(state) if self._last is None else [each for _, each in self._last.state]
             changed = {new.slot for (_, new), old in zip(state, before, strict=True) if new != old}
-            _all(self._writes, [self._beside[slot][0].sync, *(self._slots[each].sync for each in sorted(changed))])
+            for file in (self._beside[slot][0], *(self._slots[each] for each in sorted(changed))):
+                file.sync()
             self._next = Manifest(Commit(self.number + 1, run, step), tuple(state), tuple(stored), slot)
             _save(self._next, self.directory / NEXT, self._files)
         except BaseException as error:
@@ -314,31 +291,33 @@ class Store:
         offsets, length = _laid_out(entries)
         if slot not in self._beside or self._beside[slot][1] != length:
             if slot in self._beside:
-                self._lock.close(self._beside.pop(slot)[0])
+                self._open.remove(old := self._beside.pop(slot)[0])
+                self._files.close(old.descriptor)
             name = f"beside.{'ab'[slot]}"
             _allocate(self.directory / name, length, length, self._files)
             self._beside[slot] = self._opened(name, length), length
         file, _ = self._beside[slot]
 
         def one(entry: Entry, offset: int) -> tuple[Entry, Version]:
-            jobs = self._block_writes(file, entry, beside[entry.path].make(), offset)
-            return entry, Version(slot, tuple(_all(self._writes, jobs)))
+            return entry, Version(slot, file.write(beside[entry.path].make(), offset, repr(entry.path), self._staging))
 
-        with ThreadPoolExecutor(_BESIDE) as few:
-            return _all(few, [lambda each=each: one(*each) for each in zip(entries, offsets, strict=True)])
+        with ThreadPoolExecutor(_AT_ONCE) as pool:
+            return list(pool.map(one, entries, offsets))
 
     def beside(self) -> dict[str, np.ndarray]:
         """Read the arrays beside the state, of the last commit."""
         if self._last is None:
             return {}
-        found, jobs = dict[str, np.ndarray](), list[Callable[[], Any]]()
         offsets, length = _laid_out([entry for entry, _ in self._last.beside])
         (file, _), buffer = self._beside[self._last.slot], pages(length)
-        for (entry, version), offset in zip(self._last.beside, offsets, strict=True):
-            jobs += _reads(file, entry, version, buffer[offset:], offset)
-            found[entry.path] = buffer[offset : offset + entry.nbytes]
-        _all(self._reads, jobs)
-        return found
+
+        def one(stored: tuple[Entry, Version], offset: int) -> tuple[str, np.ndarray]:
+            (entry, version), whole = stored, buffer[offset : offset + padded(stored[0].nbytes)]
+            file.read(whole, offset, version.checksums, repr(entry.path))
+            return entry.path, whole[: entry.nbytes]
+
+        with ThreadPoolExecutor(_AT_ONCE) as pool:
+            return dict(pool.map(one, self._last.beside, offsets))
 
     # ---- files -----------------------------------------------------------------------------------------------------
 
@@ -357,9 +336,9 @@ class Store:
                 f"{str(path)!r} holds {found} bytes, and was made with {length}. Restore from a checkpoint into a new "
                 "store."
             )
-        known, opened = self._lock.opened, Opened.at(path, self._files)
-        known.append(opened)
-        if not opened.direct and all(each.direct for each in known[:-1]):
+        opened = Opened.at(path, self._files)
+        self._open.append(opened)
+        if [each.direct for each in self._open].count(False) == 1 and not opened.direct:
             warnings.warn(
                 f"the filesystem of {str(self.directory)!r} has no O_DIRECT: the store goes through the page cache, "
                 "which is slower and takes memory that the system counts as cache. A directory on a local disk has it.",
@@ -369,30 +348,12 @@ class Store:
 
 
 def _laid_out(entries: Sequence[Entry]) -> tuple[list[int], int]:
-    """Where each entry begins in a file of them, and how long that is."""
+    """Return the offset of each entry in a file, and the file's length."""
     offsets, length = list[int](), 0
     for entry in entries:
         offsets.append(length)
         length += padded(entry.nbytes)
     return offsets, length
-
-
-def _reads(file: Opened, entry: Entry, version: Version, buffer: np.ndarray, offset: int) -> list[Callable[[], None]]:
-    """Reads of an entry's blocks into the beginning of a buffer."""
-    whole = buffer[: padded(entry.nbytes)]
-
-    def one(begin: int, checksum: int) -> None:
-        file.read(whole[begin : begin + BLOCK], offset + begin, checksum, repr(entry.path))
-
-    begins = range(0, whole.nbytes, BLOCK)
-    return [lambda b=begin, c=checksum: one(b, c) for begin, checksum in zip(begins, version.checksums, strict=True)]
-
-
-def _all(pool: Executor, jobs: Sequence[Callable[[], T]]) -> list[T]:
-    """Run jobs in a pool, and raise the first error when none runs any more."""
-    futures: list[Future[T]] = [pool.submit(job) for job in jobs]
-    wait(futures)
-    return [future.result() for future in futures]
 
 
 def _exists(path: Path, files: Files) -> bool:
@@ -404,7 +365,7 @@ def _exists(path: Path, files: Files) -> bool:
 
 
 def _allocate(path: Path, length: int, need: int, files: Files) -> None:
-    """Make a file of space of its own. ``need`` is what the whole store takes, for the error."""
+    """Make a file and reserve its space. ``need``: the bytes of the whole store, for the error."""
     descriptor = files.open(path, create=True)
     try:
         files.allocate(descriptor, length)
@@ -481,63 +442,44 @@ def _checksum(body: Any) -> int:
 # ---- the lock --------------------------------------------------------------------------------------------------------
 
 
-class _Lock:
-    """The lock of a directory, and its open files, until ``release``.
+_locked: dict[int, Files] = {}  # the open files by which this process has locked directories
 
-    ``ValueError`` where another process, or another store of this one, has the lock.
+
+def _lock(directory: Path, files: Files, closing: ExitStack) -> None:
+    """Lock a directory until ``closing`` ends.
+
+    Raises:
+      ValueError: another process, or another store of this one, has the lock.
+      OSError: the system refuses the file.
     """
-
-    def __init__(self, directory: Path, files: Files) -> None:
-        self.directory, self.files = directory, files
-        self.opened: list[Opened] = []
-        self._descriptor: int | None = None
-        path = directory / _LOCK
-        try:
-            descriptor = files.open(path, create=True)
-        except OSError as error:
-            raise failed(error, "opening the lock of a store", path) from error
-        if not files.lock(descriptor):
-            files.close(descriptor)
-            holder = files.read(path).decode(errors="replace").strip() or "a process"
-            holder += ", this one, in which another jo.disk has it" if holder == files.process() else ""
-            raise ValueError(
-                f"the store in {str(directory)!r} is in use by {holder}: two would write over each other. End the "
-                "other, close its store (disk.close(), in a notebook before the cell is run again), or give this "
-                "one a directory of its own."
-            )
-        self._descriptor = descriptor
-        _locks.add(self)
-        try:
-            files.pwritev(descriptor, files.process().encode().ljust(256), 0)
-        except BaseException:
-            self.unlock()
-            raise
-
-    def close(self, file: Opened) -> None:
-        """Close one of the files."""
-        self.opened.remove(file)
-        self.files.close(file.descriptor)
-
-    def release(self) -> None:
-        """Close the files, and let the lock go."""
-        for file in list(self.opened):
-            self.close(file)
-        self.unlock()
-
-    def unlock(self) -> None:
-        """Let the lock go; one that a child inherits stays its parent's."""
-        descriptor, self._descriptor = self._descriptor, None
-        if descriptor is not None:
-            self.files.close(descriptor)
+    path = directory / _LOCK
+    try:
+        descriptor = files.open(path, create=True)
+    except OSError as error:
+        raise failed(error, "opening the lock of a store", path) from error
+    if not files.lock(descriptor):
+        files.close(descriptor)
+        holder = files.read(path).decode(errors="replace").strip() or "a process"
+        holder += ", this one, in which another jo.disk has it" if holder == files.process() else ""
+        raise ValueError(
+            f"the store in {str(directory)!r} is in use by {holder}: two would write over each other. End the "
+            "other, close its store (disk.close(), in a notebook before the cell is run again), or give this "
+            "one a directory of its own."
+        )
+    _locked[descriptor] = files
+    closing.callback(_unlock, descriptor)
+    files.pwritev(descriptor, files.process().encode().ljust(256), 0)
 
 
-_locks: weakref.WeakSet[_Lock] = weakref.WeakSet()
+def _unlock(descriptor: int) -> None:
+    if (files := _locked.pop(descriptor, None)) is not None:
+        files.close(descriptor)
 
 
-def _release_in_a_child() -> None:
-    """A child, a data loader's process for example, would keep the locks when this process has ended."""
-    for lock in list(_locks):
-        lock.unlock()
+def _unlock_in_a_child() -> None:
+    """Let the locks go in a child, such as a data loader's process, which would keep them when this one has ended."""
+    for descriptor in list(_locked):
+        _unlock(descriptor)
 
 
-os.register_at_fork(after_in_child=_release_in_a_child)
+os.register_at_fork(after_in_child=_unlock_in_a_child)

@@ -1,4 +1,4 @@
-"""The tree of a commit: its content beside the leaves on disk, as numbered arrays and one that describes them."""
+"""The tree of a commit: all that is not on disk already, as numbered arrays and one array that describes them."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ _Found = Callable[[str, Sharding], Any]  # a leaf's name and place in host memor
 
 
 def packed(tree: Any) -> tuple[dict[str, Late], dict[str, OnDisk]]:
-    """List the arrays of a tree that are not on disk, and by their names there the leaves that are.
+    """Return the arrays of a tree that are not on disk, and its leaves that are, by their names there.
 
-    The arrays come to the host when they are written, a few at a time, so the tree must not change before that.
+    The arrays are copied to the host when they are written, a few at a time; the tree must not change before that.
 
     Raises:
       TypeError: a leaf is not an array, a number or a string.
@@ -62,7 +62,7 @@ def packed(tree: Any) -> tuple[dict[str, Late], dict[str, OnDisk]]:
 
 
 def _check_stored(path: str, x: Any) -> None:
-    """Raise where there is nothing to store, or what would not come back."""
+    """Raise where an array has no values, or a dtype that could not be read again."""
     if isinstance(x, Tracer):
         raise TypeError(f"tree: {path} is traced. Fix: call disk.commit outside any jit, on the step's results.")
     if isinstance(x, jax.Array) and x.is_deleted():
@@ -78,7 +78,7 @@ def _check_stored(path: str, x: Any) -> None:
 
 
 def _is_named(dtype: np.dtype[Any]) -> bool:
-    """Whether a dtype comes back by its name: text, records and other byte orders do not."""
+    """Whether the name of a dtype identifies it; names of text, records and other byte orders do not."""
     try:
         return jnp.dtype(dtype.name) == dtype
     except TypeError:
@@ -86,7 +86,7 @@ def _is_named(dtype: np.dtype[Any]) -> bool:
 
 
 def _late(x: Any) -> Late:
-    """An array as bytes, as NumPy does not know every dtype."""
+    """Return an array as bytes, because NumPy does not know every dtype."""
     return Late(nbytes(x), lambda: np.ascontiguousarray(x).reshape(-1).view(np.uint8))
 
 

@@ -1,7 +1,6 @@
-"""Slices of an update that run row by row, some rows at a time: these rows of the state come from disk and return there
-as arrays.
+"""Updates of leaves on disk, some rows at a time: each part is a slice whose rows of the state are arrays of their own.
 
-Arrays on the device go from part to part, and each part writes its rows into the same buffer.
+Arrays on the device are handed from part to part, and each part writes its rows into the same buffer.
 """
 
 from __future__ import annotations
@@ -33,9 +32,9 @@ class ByRows:
 
     Attributes:
       ends: of leaves on disk, read or made: where the ranges of rows end that are together in files.
-      parts: such a leaf -> the variables of its parts, and which rows of each shard they are.
-      starts: the numbers of first rows, which are operands of the parts.
-      next_of: what a part is the next value of.
+      parts: leaf -> the variables of its parts, and the rows of each shard that they have.
+      starts: number of a first row -> its variable, an operand of parts.
+      next_of: part -> the variable that it is the next value of.
     """
 
     ends: Mapping[Var, Ends]
@@ -46,13 +45,13 @@ class ByRows:
     def parts_of(
         self, p: Planned, update: Update, names: Mapping[Var, Any], defined: Mapping[Var, Var]
     ) -> Iterator[Part]:
-        """A slice in parts of some rows each; none where it takes its leaves whole.
+        """Divide a slice into parts of some rows each; yield nothing if it takes its leaves whole.
 
         Args:
           p: the slice.
-          update: whose it is.
+          update: the update that it belongs to.
           names: variable of the update -> variable of the step.
-          defined: what `produced_once` finds.
+          defined: the result of `produced_once`.
         """
         s = p.slice
         ends = [self.ends.get(names.get(v, v)) for v in s.loads]

@@ -17,7 +17,7 @@ import os
 import socket
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -29,7 +29,7 @@ from jax_offload._base.jaxprs import Jaxpr, Literal, jaxpr_of, nameless, run_equ
 from jax_offload._base.memory import DEVICE_KIND, HOST_KIND, copy_on_host, on_host, to_host, with_kind
 from jax_offload._base.processes import allgathered
 
-# Elements that a thread takes at least, and parts of an array for each thread, which may be kept waiting by others.
+# The fewest elements in a part, and the number of parts for each thread: threads that are delayed take fewer.
 _AT_LEAST, _PARTS = 2**16, 8
 _ALIGNED = 64  # bytes; XLA takes memory with this alignment without a copy
 
@@ -105,7 +105,7 @@ def _resharded_as(x: jax.Array, sharding: Sharding) -> jax.Array:
 
 
 def replicas_of(x: Any) -> dict[Box, list[Any]]:
-    """The boxes of an array that this process has, each with its replicas."""
+    """Map the boxes of an array that this process has to their replicas."""
     if not isinstance(x, jax.Array):
         return {box_of_shape(np.shape(x)): [x]}
     found: dict[Box, list[Any]] = {}
@@ -115,7 +115,7 @@ def replicas_of(x: Any) -> dict[Box, list[Any]]:
 
 
 def memory_of(x: jax.Array) -> Any:
-    """Return an array's memory, to overwrite. XLA knows of no view, so it still donates the array in the next step."""
+    """Return an array's memory as a writable view. XLA does not know of it, so it can still donate the array."""
     buffer = (ctypes.c_char * x.nbytes).from_address(jax.block_until_ready(x).unsafe_buffer_pointer())
     return np.frombuffer(buffer, x.dtype).reshape(x.shape)
 
@@ -164,7 +164,7 @@ def has_numba() -> bool:
 
 
 def on_all_threads(size: int, run: Callable[[int, int], None]) -> None:
-    """``run(start, stop)`` for parts of so many elements, by the threads that are free for them."""
+    """Call ``run(start, stop)`` for all parts of an array of ``size`` elements, each in the next free thread."""
     part = max(_AT_LEAST, -(-size // (_PARTS * threads())))
     starts = range(0, size, part)
     if len(starts) == 1:
@@ -192,7 +192,7 @@ _CONSTRAINTS = ("sharding_constraint", "reshard")
 
 
 def run_undivided(jaxpr: Jaxpr) -> Callable[..., list[Any]]:
-    """A jaxpr for a mesh as a function of arrays that are whole, on one device: without constraints and shardings."""
+    """Return a jaxpr for a mesh as a function of whole arrays on one device, without constraints and shardings."""
 
     def run(*operands: Any) -> list[Any]:
         env = dict(zip([*jaxpr.constvars, *jaxpr.invars], operands, strict=True))
@@ -210,9 +210,9 @@ def run_undivided(jaxpr: Jaxpr) -> Callable[..., list[Any]]:
 
 
 def _undivided(jaxpr: Jaxpr) -> Jaxpr:
-    """An open jaxpr, a branch or the body of a loop, without constraints and shardings."""
+    """Return an open jaxpr, a branch or the body of a loop, without constraints and shardings."""
     types = [
-        v.aval.update(sharding=None) if hasattr(v.aval, "sharding") else v.aval
+        cast(Any, v.aval).update(sharding=None) if hasattr(v.aval, "sharding") else v.aval
         for v in (*jaxpr.constvars, *jaxpr.invars)
     ]
     traced = jaxpr_of(run_undivided(jaxpr), *types)[0].jaxpr
@@ -223,7 +223,7 @@ def _undivided(jaxpr: Jaxpr) -> Jaxpr:
 
 
 def without_mesh(run: Callable[..., Any]) -> Callable[..., Any]:
-    """``run`` where no mesh is set: the step's is none of the cores'."""
+    """Return ``run`` as a function that runs without the step's mesh, which does not contain the cores."""
 
     def called(*operands: Any) -> Any:
         with _no_mesh():

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import math
 from collections import Counter, deque
 from collections.abc import Iterable, Mapping, Sequence, Set
 from concurrent.futures import Future
@@ -17,15 +16,15 @@ import jax
 from jax.sharding import Sharding, SingleDeviceSharding
 
 from jax_offload._base.arrays import nbytes
-from jax_offload._base.jaxprs import Atom, Equation, Literal, Var, inner_of, renamed, values_of, variables
+from jax_offload._base.jaxprs import Atom, Equation, Literal, Var, inner_of, values_of, variables
 from jax_offload._base.memory import HOST_KIND
 from jax_offload._base.on_disk import IN_MEMORY, READ, WRITE, Ends, Place, Range
-from jax_offload._drive.stages import BEFORE, DRIVEN, GROUP, Staged, Task
+from jax_offload._drive.stages import BEFORE, DRIVEN, Staged, Task, stands_in
 from jax_offload._emit.find import holds_driven_update, is_update
 from jax_offload._ir.program import Program
 
-# How many stages' leaves are read ahead, or written behind, while another stage runs, and the most bytes each way: a
-# row of a leaf may be gigabytes, and then only the stage's own leaves are read.
+# How many stages' leaves are read ahead, or written behind, while another stage runs, and the most bytes each way. Rows
+# may be gigabytes long; then only the leaves of the current stage are read.
 DEPTH, AT_ONCE = 2, 2**29
 
 
@@ -34,13 +33,13 @@ DEPTH, AT_ONCE = 2, 2**29
 
 @dataclasses.dataclass(frozen=True)
 class OnFiles:
-    """A step without its reads and writes.
+    """A step whose reads and writes of leaves on disk are inputs and results of its program.
 
     Attributes:
       program: the step. Its last inputs are the leaves to read, and its last results are the leaves to write.
-      reads: an input to read -> its token, and the leaf.
-      writes: for each result to write, the leaf whose next value it is. A leaf that is handed on is not written.
-      tokens: the positions of the step's results that are tokens -> their leaves.
+      reads: input that is read -> its token and its leaf.
+      writes: the leaf of each result that is written. A leaf that the step hands on unchanged is not written.
+      tokens: position of a result of the step that is a token -> its leaf.
     """
 
     program: Program
@@ -103,17 +102,10 @@ def files_of(step: Program) -> OnFiles:
     """
     reads: dict[Var, tuple[Atom, Place]] = {}
     written: dict[Var, tuple[Atom, Place]] = {}  # token -> the value to write, and its place
-    same: dict[tuple[Atom, Place], Var] = {}
-    names: dict[Var, Atom] = {}
     eqns: list[Equation] = []
     for eqn in step.eqns:
-        eqn = eqn.replace(invars=[renamed(names, v) for v in eqn.invars]) if names else eqn
         if eqn.primitive is READ:
-            key = eqn.invars[0], eqn.params["place"]
-            if (first := same.setdefault(key, eqn.outvars[0])) is not eqn.outvars[0]:
-                names[eqn.outvars[0]] = first
-            else:
-                reads[first] = key
+            reads[eqn.outvars[0]] = eqn.invars[0], eqn.params["place"]
         elif eqn.primitive is WRITE:
             written[eqn.outvars[0]] = eqn.invars[0], eqn.params["place"]
         else:
@@ -125,10 +117,9 @@ def files_of(step: Program) -> OnFiles:
     known = all(isinstance(v, Var) and v in inputs for v, _ in reads.values())
     if not known or any(not tokens.isdisjoint(variables(eqn.invars)) for eqn in eqns):
         raise ValueError(_COMPUTES)
-    outputs = [renamed(names, v) for v in step.outputs]
-    if any(isinstance(v, Var) and v in reads for v in outputs):
+    if any(isinstance(v, Var) and v in reads for v in step.outputs):
         raise ValueError(_COMPUTES)
-    found = {k: written[v] for k, v in enumerate(outputs) if isinstance(v, Var) and v in written}
+    found = {k: written[v] for k, v in enumerate(step.outputs) if isinstance(v, Var) and v in written}
     kept = {place for _, place in found.values()}
     homes = {place.home for place in kept}
     if lost := [place for _, place in reads.values() if place.home in homes and place not in kept]:
@@ -145,7 +136,7 @@ def files_of(step: Program) -> OnFiles:
             "a select= that leaves them in memory."
         )
     writes = [(x, place) for x, place in found.values() if not isinstance(x, Var) or x not in reads]
-    rest = [v for k, v in enumerate(outputs) if k not in found]
+    rest = [v for k, v in enumerate(step.outputs) if k not in found]
     program = dataclasses.replace(
         step, inputs=[*step.inputs, *reads], eqns=eqns, outputs=[*rest, *(x for x, _ in writes)],
     )  # fmt: skip
@@ -162,16 +153,12 @@ _COMPUTES = (
 
 
 def _check_equation(eqn: Equation, reads: Mapping[Var, Any], written: Mapping[Var, Any]) -> None:
-    used = {*variables(eqn.invars)}
-    driven = eqn.primitive.name in DRIVEN and holds_driven_update(eqn)  # its body, or a branch, is a step of its own
-    inside = not driven and _holds_files(eqn)
-    if (not used.isdisjoint(reads) and not is_update(eqn)) or not used.isdisjoint(written) or inside:
+    used, updates = {*variables(eqn.invars)}, holds_driven_update(eqn)
+    inside = any(inner.holds(lambda each: each.primitive in (READ, WRITE)) for inner in inner_of(eqn))
+    if inside and not (updates and eqn.primitive.name in DRIVEN):  # whose body, or branch, is a step of its own
+        raise stands_in(eqn, "disk") if updates else ValueError(_COMPUTES)
+    if (not used.isdisjoint(reads) and not is_update(eqn)) or not used.isdisjoint(written):
         raise ValueError(_COMPUTES)
-
-
-def _holds_files(eqn: Equation) -> bool:
-    """Whether a branch or a loop of the step reads or writes a leaf on disk."""
-    return any(inner.holds(lambda each: each.primitive in (READ, WRITE)) for inner in inner_of(eqn))
 
 
 def _devices(devices: Set[Any]) -> str:
@@ -224,22 +211,31 @@ class Moving:
         places: Mapping[Var, Sharding],
     ) -> None:
         self._what, self._values, self._places = what, values, places
+        self._outputs = step.outputs[: what.n_others]
         self._reads = {v: Part(leaf) for v, (_, leaf) in what.reads.items()}
         self._reads |= {w: Part(leaf, rows) for v, (_, leaf) in what.reads.items() for w, rows in step.parts.get(v, ())}
-        self._read_by: dict[Place, list[tuple[Part, int]]] = {}  # leaf -> the tasks that read it, and what of it
-        for k, task in enumerate(tasks):
-            for part in (self._reads[v] for v in task.inputs if v in self._reads):
-                self._read_by.setdefault(part.leaf, []).append((part, k))
-        self._held: dict[Var, None] = {}  # made, and not written yet
-        self._outputs = step.outputs[: what.n_others]
-        self._unwritten: dict[Var, list[Part]] = {}
+        self._writes: dict[Var, list[Part]] = {}
         for v, leaf in zip(step.outputs[what.n_others :], what.writes, strict=True):
             for w, rows in step.parts.get(cast(Var, v)) or [(cast(Var, v), None)]:
-                self._unwritten.setdefault(w, []).append(Part(leaf, rows))
+                self._writes.setdefault(w, []).append(Part(leaf, rows))
+        self._due = self._when_written(tasks)
         self._reading: dict[Var, Future[jax.Array]] = {}
         self._writing: deque[tuple[int, list[Future[None]]]] = deque()  # with how many bytes they are
         for token, leaf in what.reads.values():
             leaf.home.check(token.val if isinstance(token, Literal) else values[token])
+
+    def _when_written(self, tasks: Sequence[Task]) -> dict[int, list[Var]]:
+        """Map the number of a task to the results that can be written after it: they exist, and no later task reads
+        them or the old values of their rows."""
+        last = {v: k for k, task in enumerate(tasks) for v in (*task.outputs, *task.inputs)}
+        read_by: dict[Place, list[tuple[Part, int]]] = {}
+        for part, k in ((self._reads[v], k) for v, k in last.items() if v in self._reads):
+            read_by.setdefault(part.leaf, []).append((part, k))
+        due: dict[int, list[Var]] = {}
+        for v, parts in self._writes.items():
+            old = [k for part in parts for other, k in read_by.get(part.leaf, ()) if other.meets(part)]
+            due.setdefault(max([last.get(v, 0), *old]), []).append(v)
+        return due
 
     def read(self, task: Task, following: Sequence[Task]) -> None:
         """Read a task's leaves, and start reading the leaves of the next tasks that read files.
@@ -256,7 +252,7 @@ class Moving:
             if v not in self._reading:
                 part = self._reads[v]
                 self._reading[v] = part.leaf.home.fetch(part.leaf.name, self._places[v], part.rows)
-        self._values |= {v: self._reading.pop(v).result() for v in task.inputs if v in self._reads}
+        self._values |= {v: self._reading.pop(v).result() for v in self._read_of(task)}
 
     def _read_of(self, task: Task) -> list[Var]:
         return [v for v in task.inputs if v in self._reads]
@@ -265,43 +261,24 @@ class Moving:
         return all(writing.done() for writing in self._writing[0][1])
 
     def _writes_too_much(self, task: Task) -> bool:
-        """Whether a task waits for a write: the pass never does, and after the groups only the number counts."""
-        if task.stage.name == BEFORE:
-            return False
-        if task.stage.name != GROUP:
-            return len(self._writing) > DEPTH
-        return len(self._writing) > beside((size for size, _ in reversed(self._writing)))
+        """Whether a task waits for a write: the pass never does."""
+        return task.stage.name != BEFORE and len(self._writing) > beside(size for size, _ in reversed(self._writing))
 
     def write(self, number: int, task: Task) -> None:
-        """Start to write the results so far whose old values no later task reads, and let them go.
-
-        A gradient that is only stored exists before the last read of the old value.
-        """
-        for v in task.inputs:
-            if v in self._reads:
-                self._values.pop(v, None)
-        self._held |= dict.fromkeys(v for v in task.outputs if v in self._unwritten)
-        self._write(number)
-
-    def _write(self, number: float) -> None:
-        now = [v for v in self._held if all(self._last_read(part) <= number for part in self._unwritten[v])]
-        parts = [(part, v) for v in now for part in self._unwritten.pop(v)]
-        if parts:
-            writing = [each.leaf.home.put(each.leaf.name, self._values[v], each.rows) for each, v in parts]
-            self._writing.append((_bytes_of(v for _, v in parts), writing))
-        for v in now:
-            del self._held[v]
+        """Start to write the results that are due, and let them and the task's leaves go."""
+        for v in self._read_of(task):
+            self._values.pop(v, None)
+        now = self._due.get(number, [])
+        if now:
+            writing = [
+                part.leaf.home.put(part.leaf.name, self._values[v], part.rows) for v in now for part in self._writes[v]
+            ]
+            self._writing.append((_bytes_of(now), writing))
         for v in {*now}.difference(variables(self._outputs)):
             del self._values[v]
 
-    def _last_read(self, part: Part) -> int:
-        """Return the number of the last task that reads some of these rows."""
-        return max((k for other, k in self._read_by.get(part.leaf, ()) if other.meets(part)), default=-1)
-
     def results(self) -> list[Any]:
-        """Return the step's results, and start to write the remaining leaves."""
-        self._held |= dict.fromkeys(self._unwritten)  # arguments too, which no stage has made
-        self._write(math.inf)
+        """Return the step's results."""
         others = values_of(self._values, self._outputs)
         homes = dict.fromkeys(leaf.home for leaf in self._what.tokens.values())
         tokens, rest = {home: home.advance() for home in homes}, iter(others)

@@ -1,8 +1,8 @@
 """Runs an elementwise update on the host's cores in one pass: each number is read once, and written once, in place.
 
-XLA's compiler for CPUs makes a pass over the arrays for each result. One kernel for all of them reads less: AdamW's
+XLA's compiler for CPUs makes a pass over the arrays for each result. One kernel for all results reads less: AdamW's
 moves 28 bytes a parameter instead of 40. It is generated from the update's equations and compiled by numba (extra
-``cores``). Each process updates what its own accelerators have of a leaf, and of a replicated leaf one copy.
+``cores``). Each process updates the parts of a leaf that its own accelerators hold, and one copy of a replicated leaf.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ BFLOAT16 = np.dtype(jnp.bfloat16)
 
 @dataclasses.dataclass(frozen=True)
 class Kernel:
-    """A function ``kernel(start, stop, *arrays, *results, *scalars)`` over some elements of flat arrays.
+    """A function ``kernel(start, stop, *arrays, *results, *scalars)`` that updates a range of flat arrays.
 
     Attributes:
       text: its source.
-      signature: its type, as numba has it.
-      arrays, scalars: the positions of the update's inputs that are arrays, and of those that are scalars.
-      over: result -> the input that it overwrites, by their positions; the other results are arguments of their own.
+      signature: its type, in numba's notation.
+      arrays, scalars: the positions of the update's inputs that are arrays, and of the inputs that are scalars.
+      over: position of a result -> position of the input that it overwrites; other results are arguments.
     """
 
     text: str
@@ -52,7 +52,7 @@ class Kernel:
 class OnePass:
     """The updates of a task by kernels, one after the other; a function of arrays in host memory.
 
-    A result is divided between devices like the operand of its update that is divided furthest.
+    A result is divided between devices in the same way as the operand of its update that has the most parts.
 
     Args:
       task: the task.
@@ -99,7 +99,7 @@ class OnePass:
 
 
 def one_pass(task: Task, next_of: Mapping[Var, Var], own: Set[Var], up: Set[Var]) -> OnePass | None:
-    """A task of the cores by kernels; ``None`` where one of its updates is not elementwise, or numba is missing.
+    """Return kernels for a task of the cores; ``None`` if one of its updates is not elementwise, or without numba.
 
     Args:
       task: the task.
@@ -117,10 +117,10 @@ def one_pass(task: Task, next_of: Mapping[Var, Var], own: Set[Var], up: Set[Var]
 
 
 def _over(s: Slice, slices: Sequence[Slice], next_of: Mapping[Var, Var], own: Set[Var]) -> dict[int, int]:
-    """Results and the inputs that they overwrite: the next value of an input that nothing else reads."""
+    """Map results to the inputs that they overwrite: a next value overwrites its input if nothing else reads that."""
 
     def type_of(v: Var) -> Any:
-        return v.aval.shape, v.aval.dtype, is_host_aval(v.aval)
+        return v.aval.shape, v.aval.dtype, v.aval.weak_type, is_host_aval(v.aval)
 
     times = Counter(v for each in slices for v in each.inputs)
     positions = {v: i for i, v in enumerate(s.inputs) if v in own and times[v] == 1}
@@ -139,7 +139,7 @@ def _run(kernel: Kernel, arrays: Sequence[Any], scalars: Sequence[Any]) -> None:
 
 @functools.lru_cache(256)
 def _compiled(text: str, signature: str) -> Callable[..., None]:
-    """A kernel's machine code, once for all leaves that are updated alike, whatever their shapes."""
+    """Compile a kernel, once for all leaves that are updated alike, whatever their shapes."""
     import numba  # pyright: ignore
 
     scope: dict[str, Any] = {name: getattr(np, name) for name in ("float32", "int32", "uint32", "uint16")}
@@ -150,7 +150,7 @@ def _compiled(text: str, signature: str) -> Callable[..., None]:
 
 @functools.cache
 def _roundings() -> dict[str, Any]:
-    """bfloat16 numbers, as bits, to float32 and back: to the nearest, in a tie to the even one; NaN stays NaN."""
+    """Return conversions from the bits of bfloat16 to float32 and back, which round to nearest even and keep NaN."""
     import numba  # pyright: ignore
 
     @numba.njit
@@ -171,7 +171,7 @@ def _roundings() -> dict[str, Any]:
 
 
 class _NotElementwise(Exception):
-    """An equation is no arithmetic on elements that compiles to the same numbers."""
+    """An equation is not elementwise, or a kernel would compute other numbers than XLA."""
 
 
 def kernel_of(jaxpr: Jaxpr, over: Mapping[int, int]) -> Kernel:
@@ -246,7 +246,7 @@ def _operand(v: Any, names: Mapping[Var, str]) -> str:
 _OPERATORS = {"add": "+", "add_any": "+", "sub": "-", "mul": "*", "and": "&", "or": "|", "xor": "^", "shift_left": "<<"}
 _OPERATORS |= {"gt": ">", "ge": ">=", "lt": "<", "le": "<=", "eq": "==", "ne": "!="}
 _SAME = ("copy", "copy_p", "stop_gradient", "device_put", "broadcast_in_dim", "sharding_constraint", "reshard")
-# Comparisons with NaN are false, so max and min look for it: jax's return it.
+# jax's max and min return NaN if an operand is NaN. Comparisons with NaN are false, so these look for it.
 _TEXTS = {
     "neg": "-{0}",
     "square": "{0} * {0}",
@@ -262,13 +262,13 @@ _TEXTS_OF_FLOATS = {
     "sign": "{0} if ({0} != {0}) or ({0} == float32(0)) else copysign(float32(1), {0})",
     "is_finite": "abs({0}) < float32(inf)",
 }
-# What makes no number that bfloat16 does not have, or rounds its result itself.
+# Operations whose result needs no rounding to bfloat16, because it is exact or rounded already.
 _EXACT = {*_SAME, "select_n", "max", "min", "clamp", "neg", "abs", "sign"}
 _EXACT |= {"convert_element_type", "reduce_precision", "optimization_barrier"}
 
 
 def _expression(eqn: Equation, operands: Sequence[str]) -> str:
-    """An equation with one result, as Python has it."""
+    """Write an equation with one result as a Python expression."""
     name, params = eqn.primitive.name, eqn.params
     if len(eqn.outvars) != 1 or not eqn.invars or eqn.effects:
         raise _NotElementwise

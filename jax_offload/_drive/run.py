@@ -42,10 +42,11 @@ from jax_offload._drive.files import Moving, files_of
 from jax_offload._drive.kernel import OnePass, one_pass
 from jax_offload._drive.rows_down import rows_sent_down
 from jax_offload._drive.segments import in_segments
-from jax_offload._drive.stages import GROUP, Staged, Task, staged, tasks_of
+from jax_offload._drive.stages import BEFORE, GROUP, Staged, Task, staged, tasks_of
 from jax_offload._emit.find import holds_driven_update
 from jax_offload._ir.program import flat, numbered, structure
-from jax_offload._step.checked import Runs, check_order, tell
+from jax_offload._ir.propagate import Node
+from jax_offload._step.checked import check_order, tell
 from jax_offload._step.cut import cut_step, unguarded
 
 Jit = Callable[..., Any]
@@ -107,7 +108,9 @@ class Driven:
             found = found.with_one_slice_first
             found = in_segments(found) if segments and self._may_be_cut(found) else found
             tasks = tasks_of(found, free)
-            parts = [Runs(task.inputs, [*task.outputs, *task.down, *task.up], {*task.over}) for task in tasks]
+            parts = [
+                Node(task, task.inputs, [*task.outputs, *task.down, *task.up], takes={*task.over}) for task in tasks
+            ]
             check_order(parts, [*found.inputs, *(w for v in found.parts for w, _ in found.parts[v])], found.results)
             return found, tasks
         except Exception as fault:
@@ -119,7 +122,7 @@ class Driven:
 
         ``kept``: the identities of arrays whose buffers must not change, even if a donated argument is one of them.
         """
-        arrays = [*self._constants, *self._as_arrays(args)]
+        arrays = [*self._constants, *_as_arrays(args, self._bring)]
         given = dict(zip(self._step.inputs, arrays, strict=False))
         aliased = self._hands_on or bool(kept) or len({*map(id, arrays)}) < len(arrays)
         kept = kept | {id(x) for v, x in given.items() if v not in self._donated}
@@ -133,7 +136,6 @@ class Driven:
             values.claim(task.free)
             by_shards = isinstance(run, OnePass)
             operands = values.operands(task, by_shards)
-            values.free_sent(task)
             results = run(*operands)
             del operands
             if k == 0:
@@ -148,21 +150,14 @@ class Driven:
         """Commit a result, as ``jax.jit`` does if an argument is committed, here a host leaf."""
         return jax.device_put(x, self._everywhere) if isinstance(x, jax.Array) and not x.committed else x
 
-    def _as_arrays(self, xs: Sequence[Any]) -> list[Any]:
-        """Make arrays of arguments as ``jax.jit`` does, of numbers and of NumPy arrays, which may be rewritten."""
-        return _as_arrays(xs, self._bring)
-
     @functools.cached_property
     def _bring(self) -> Jit:
+        """Brings values to the step's memory."""
         return jit(lambda xs: xs, out_shardings=self._everywhere)
 
     @functools.cached_property
-    def _constants(self) -> list[jax.Array]:
-        """Return the constants as arrays, in host memory if only the cores read them."""
-        by_device = {v for s in self._step.stages if not s.on_cores for v in s.reads} | {*self._step.results}
-        found = self._as_arrays([x if isinstance(x, jax.Array) else np.asarray(x) for x in self._step.consts])
-        read = zip(self._step.inputs, found, strict=False)
-        return [x if v in by_device or not x.ndim else to_host(x) for v, x in read]
+    def _constants(self) -> list[Any]:
+        return _as_arrays([x if isinstance(x, jax.Array) else np.asarray(x) for x in self._step.consts], self._bring)
 
     @property
     def first(self) -> tuple[Task, Callable[..., Sequence[Any]], Sequence[Var]]:
@@ -195,8 +190,9 @@ class Driven:
         """Make the program of a task; tasks that do the same share it."""
         stage, jaxpr = task.stage, task.jaxpr
         places = [*map(self._result_place, task.outputs), *(None for _ in task.down)]
-        shared = stage.name == GROUP or stage.on_cores
-        key = structure(jaxpr, self._key_of) if shared else id(task), len(task.down), task.reused, tuple(places)
+        shared = stage.name in (BEFORE, GROUP) or stage.on_cores
+        what = structure(jaxpr, self._key_of) if shared else id(task)
+        key = what, stage.on_cores, len(task.down), task.reused, tuple(places)
         if key in self._compiled:
             return self._compiled[key]
         run = cores.run_undivided(jaxpr) if stage.on_cores else jax_fun(closed(jaxpr))
@@ -317,14 +313,6 @@ class _Values:
             self.here |= defined
             self._there |= zip(task.down, results[n:], strict=True)
 
-    def free_sent(self, task: Task) -> None:
-        """Free the host copies that a task of the cores reads last, so that its results can take their memory."""
-        if task.stage.on_cores:
-            sent = [v for v in task.over if is_sent(v.aval) and self._there.get(v) is not self.here.get(v)]
-            there = {v: self._there[v] for v in sent}
-            self.drop(sent)
-            self._there |= there
-
     def drop(self, over: Sequence[Var]) -> None:
         """Forget values, and free those that were donated, unless another variable holds them."""
         gone = {v: self.here.pop(v, None) for v in over}
@@ -339,7 +327,8 @@ class _Values:
 
 
 def _as_arrays(xs: Sequence[Any], bring: Jit) -> list[Any]:
-    """Bring values to the step's memory, except jax's arrays and tokens of leaves on disk."""
+    """Make arrays of numbers and of NumPy arrays, which may be rewritten, as ``jax.jit`` does. jax's own arrays and the
+    tokens of leaves on disk stay as they are."""
     found = list(xs)
     if others := [k for k, x in enumerate(xs) if not isinstance(x, jax.Array | Token)]:
         for k, x in zip(others, bring([xs[k] for k in others]), strict=True):

@@ -1,10 +1,10 @@
 """The forward and backward pass in several programs, so that the first gradients' update need not wait for the last.
 
-All results of one program become ready together. Cut behind the gradients of a group, the pass leaves them while it
-goes on: the cores, or the drives, have work then.
+All results of one program become ready together. If a program ends where the gradients of a group exist, the cores or
+the drives can start on them while the rest of the pass runs.
 
-XLA fuses nothing across programs: what a later one reads of an earlier one is an array between the two. So values that
-are cheap (arithmetic on elements) are computed again if their operands are no larger.
+XLA fuses nothing across programs: each value that crosses from one program to a later one is an array in memory. So
+cheap values (elementwise arithmetic) are computed again if their operands are no larger.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from jax_offload._drive.stages import BEFORE, GROUP, Stage, Staged
 from jax_offload._ir.primitives import ELEMENTWISE
 from jax_offload._ir.slices import Slice, slice_of
 
-# Programs at most, and the least share of the arithmetic in each but the first: starting a program takes the host a
-# tenth of what it runs. A state on disk takes longer, and more groups behind more programs free gradients earlier.
+# The most programs, and the least share of the arithmetic in each but the first: the host needs a tenth of a program's
+# run time to start it. A state on disk takes longer, and with more programs gradients are freed earlier.
 FOR_CORES, FOR_DISK = (8, 1 / 16), (32, 1 / 32)
 _NOT_AGAIN = {"optimization_barrier", "device_put", "sharding_constraint", "reshard"}
 _VIEWS = ["broadcast_in_dim", "iota", "one_minus_square", "reshape", "squeeze", "transpose"]
 CHEAP = ELEMENTWISE.union(_VIEWS) - _NOT_AGAIN
-# A value gives way to its operands although they are a little larger (a softmax to its exponentials and their sums),
-# as what these are made of may be less (scores in bfloat16).
+# Operands may be a little larger than the value that is computed from them again (a softmax from its exponentials and
+# their sums), because their own operands may be smaller (scores in bfloat16).
 SLACK = 1.05
 
 

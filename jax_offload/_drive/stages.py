@@ -38,7 +38,8 @@ from jax_offload._drive.cores import is_sent
 from jax_offload._emit.find import holds_driven_update, is_update
 from jax_offload._emit.region import Update, bound
 from jax_offload._emit.run import functions
-from jax_offload._ir.program import Builder, Program, flat, numbered, structure
+from jax_offload._ir.primitives import CHECKPOINT
+from jax_offload._ir.program import Builder, Program, as_program, numbered, structure
 from jax_offload._ir.slices import Slice, slice_of
 from jax_offload._ir.trace import LARGE
 from jax_offload._plan.plan import Chunked, Planned
@@ -95,10 +96,10 @@ class Staged:
       outputs: its results.
       next_of: result of an update -> the variable of the step that it is the next value of.
       in_turn: gradients that wait for one another, in the order of the backward pass.
-      host_leaves: variable of the step -> whether ``offload`` keeps it on disk, for updates with a part on disk.
-      scattered: gradients that such an update divides further (ZeRO-1) -> how. Its program has them so; made by another
-        program, they would be reduced whole, and wait so on every device.
-      parts: leaf on disk, read or made -> its parts, where it is read or written in some.
+      host_leaves: host leaf of an update with a part on disk -> whether ``offload`` keeps it on disk.
+      scattered: gradient that such an update divides further (ZeRO-1) -> its sharding. The program that makes it
+        divides it; otherwise every device would hold it whole until the update.
+      parts: leaf on disk that is read or written in parts -> the parts.
     """
 
     inputs: list[Var]
@@ -174,7 +175,7 @@ def _in_turn(first: Slice, gradients: Sequence[Var]) -> list[Slice]:
         return eqn.replace(invars=ins, outvars=[raw.get(v, v) for v in eqn.outvars])
 
     eqns, outputs = [own(eqn) for eqn in first.jaxpr.eqns], [raw.get(v, v) for v in first.outputs]
-    waits = inlined(flat(jaxpr_of(wait, *(v.aval for v in held))[0]), [*raw.values()], held)
+    waits = inlined(as_program(jaxpr_of(wait, *(v.aval for v in held))[0]), [*raw.values()], held)
     return [slice_of(eqns, outputs, first.jaxpr.debug_info, {}), waits]
 
 
@@ -197,10 +198,10 @@ def staged(cut: Cut, ends: Mapping[Var, Ends] = MappingProxyType({})) -> Staged:
 
     Args:
       cut: the step.
-      ends: of leaves on disk, read or made: where ranges of their rows end that are together in files.
+      ends: leaf on disk, read or made -> where the ranges of rows end that are contiguous in its files.
 
     Raises:
-      ValueError: a part of the update that the cores run stands in a scan or the like.
+      ValueError: an update that must be driven stands in a scan or the like.
     """
     found = _Found(ByRows(ends))
     found.on_device(BEFORE, found.in_step(cut.before))
@@ -213,13 +214,19 @@ def staged(cut: Cut, ends: Mapping[Var, Ends] = MappingProxyType({})) -> Staged:
         elif is_update(eqn):
             found.add(eqn, cut.before)
         else:
-            raise ValueError(
-                f"update_on: the update stands in a {eqn.primitive.name} of the step, which cannot be cut there. Fix: "
-                "update once a step, outside of scans and shard_map; skip= and a branch may skip it."
-            )
+            raise stands_in(eqn, "update_on")
     if cut.after.outputs:
         found.on_device("after", found.in_step(cut.after))
     return found.staged(cut.program)
+
+
+def stands_in(eqn: Equation, option: str) -> ValueError:
+    """The error of a step whose update stands in an equation that cannot be driven."""
+    name = "jax.checkpoint" if eqn.primitive.name in CHECKPOINT else eqn.primitive.name
+    return ValueError(
+        f"{option}: the update stands in a {name} of the step, which cannot be cut there. Fix: update once a step, "
+        "outside of scans, jax.checkpoint and shard_map; skip= and a branch may skip it."
+    )
 
 
 @dataclasses.dataclass
@@ -228,9 +235,9 @@ class _Found:
 
     Attributes:
       rules: decides which slices are updated some rows at a time.
-      names: variable of an update, or result of one -> the atom that stands for it in the stages.
+      names: operand or result of an update -> the atom that stands for it in the stages.
       visited: the ids of the updates so far.
-      traced: what slices do, by their kind; slices that do the same are traced once.
+      traced: kind of a slice -> what it does. Slices that do the same are traced once.
     """
 
     rules: ByRows
@@ -259,7 +266,7 @@ class _Found:
     ) -> Slice:
         """What a function does, as a slice; functions of one ``kind`` do the same."""
         if kind not in self.traced:
-            self.traced[kind] = flat(jaxpr_of(run, *(v.aval for v in inputs))[0])
+            self.traced[kind] = as_program(jaxpr_of(run, *(v.aval for v in inputs))[0])
         return inlined(self.traced[kind], inputs, outputs)
 
     def on_device(self, name: str, *slices: Slice) -> None:
@@ -399,7 +406,7 @@ class Task:
       up: the results of the cores that are read on the device.
       over: the inputs that nobody reads afterwards.
       free: the ones that the step made or was given to donate: their buffers may be reused.
-      reused: the positions of the inputs whose buffers the results take.
+      reused: the positions of the inputs whose buffers the results of a program of the device take.
     """
 
     stage: Stage
@@ -431,18 +438,16 @@ def tasks_of(step: Staged, donated: Set[Var]) -> list[Task]:
     # the caller's: inputs that were not donated, and what a loop that does not run hands on
     others = {*step.inputs} - donated | {v for stage in stages if stage.inner is not None for v in stage.makes}
     tasks: list[Task] = []
-    sent: set[Var] = set()
     for k, stage in enumerate(stages):
         defined = [v for v in stage.makes if v in results or last.get(v, -1) > k]
         inputs, defined = _side_by_side(stage.reads, defined, step.next_of)
         over = [v for v in inputs if last[v] == k and v not in results]
         sends = not stage.on_cores and stage.inner is None
         down = [v for v in defined if v in by_cores and is_sent(v.aval) and not is_host_aval(v.aval)] if sends else []
-        sent.update(down)
         outputs = [v for v in defined if v in by_device or v not in down]
         up = [v for v in defined if v in by_device] if stage.on_cores else []
         free = frozenset(over) - others
-        reused = _reusable(inputs, free, outputs, sent if stage.on_cores else set())
+        reused = () if stage.on_cores else _reusable(inputs, free, outputs)
         tasks.append(Task(stage, inputs, outputs, down, up, over, free, reused))
     return tasks
 
@@ -462,17 +467,13 @@ def _side_by_side(
     return [*old, *(v for v in inputs if v not in rest)], [*new, *(v for v in results if v not in others)]
 
 
-def _reusable(inputs: Sequence[Var], free: Set[Var], outputs: Sequence[Var], sent: Set[Var]) -> tuple[int, ...]:
-    """Return the positions of the inputs whose buffers results may take, one for each result of that type and memory.
-
-    ``sent``: values that are in host memory whatever their types say.
-    """
+def _reusable(inputs: Sequence[Var], free: Set[Var], outputs: Sequence[Var]) -> tuple[int, ...]:
+    """Return the positions of the inputs whose buffers results may take, one for each result of a type and memory."""
 
     def kind(v: Var) -> Hashable:
-        return v.aval.shape, v.aval.dtype, is_host_aval(v.aval) or v in sent
+        return v.aval.shape, v.aval.dtype, is_host_aval(v.aval)
 
-    wanted: Counter[Hashable] = Counter((v.aval.shape, v.aval.dtype, is_host_aval(v.aval)) for v in outputs)
-    found = []
+    wanted, found = Counter(map(kind, outputs)), list[int]()
     for k, v in enumerate(inputs):
         if v in free and wanted[kind(v)] > 0:
             wanted[kind(v)] -= 1

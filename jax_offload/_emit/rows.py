@@ -14,6 +14,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jax_offload._base.arrays import row_indices
@@ -181,8 +182,9 @@ def _update_slice(x: jax.Array, rows: jax.Array, start: Any, dim: int) -> jax.Ar
 
 
 def _starts(x: jax.Array, start: Any, dim: int) -> list[Any]:
-    start, zero = jnp.asarray(start, jnp.int32), jnp.int32(0)
-    return [start if k == dim else zero for k in range(x.ndim)]
+    if getattr(start, "dtype", None) != np.int32:  # jnp.asarray takes as long as ten equations
+        start = jnp.asarray(start, np.int32)
+    return [start if k == dim else np.int32(0) for k in range(x.ndim)]
 
 
 def _by_shard(x: jax.Array, dim: int, shards: int, sharding: NamedSharding | None) -> jax.Array:

@@ -1,4 +1,4 @@
-"""``jax.jit`` for a whole training step; a step with an update by the host's cores, or a state on disk, is driven."""
+"""``jax.jit`` for a whole training step. Python drives a step whose state is on disk or updated by the host's cores."""
 
 from __future__ import annotations
 
@@ -25,7 +25,6 @@ from jax_offload._base.memory import mesh_is_set, on_host, under_jit
 from jax_offload._base.on_disk import Token
 from jax_offload._drive.run import Driven, places_of, without_update
 from jax_offload._emit.find import in_one_scan
-from jax_offload._interop.xla_options import compiler_options, options_for_sending
 from jax_offload._step.rewritten import is_driven, rewritten
 
 
@@ -185,7 +184,7 @@ def _renamed(arrays: list[jax.Array]) -> list[jax.Array]:
 
 
 def _put(tree: Any, places: Any) -> Any:
-    """A tree where a prefix of shardings says; ``None`` says nothing."""
+    """Put a tree where a prefix tree of shardings says; ``None`` leaves a part where it is."""
     broadcast = jax.tree.broadcast(places, tree, is_leaf=lambda x: x is None)
     leaves, treedef = jax.tree.flatten(tree)
     where = jax.tree.leaves(broadcast, is_leaf=lambda x: x is None)
@@ -270,7 +269,7 @@ class Jitted:
         return first, second
 
     def _outermost(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """The one of the two programs that a step needs, as the first trace of its function tells."""
+        """The one of the two programs that a step needs, decided by the first trace of its function."""
         if jax.config.jax_disable_jit:  # pyright: ignore[reportAttributeAccessIssue]
             return self._programs[0]  # the function itself runs, which may not be traceable
         if self._called.in_scan is None:
@@ -359,8 +358,8 @@ def _donated(fun: Callable[..., Any], options: dict[str, Any], args: Any, kwargs
 
 
 def _warn_of_uncommitted(carried: dict[str, Any]) -> None:
-    """Warns where parameters that nobody has placed stand beside a state in host memory: eager ``init`` does, and a
-    traced one cannot. Counts, of rank 0, are left: optax and flax make them so."""
+    """Warn if parameters that nobody has placed stand beside a state in host memory: eager ``init`` warns too, and a
+    traced one cannot. Arrays of rank 0 are excluded, because optax and flax make their counts so."""
     flat = jax.tree_util.tree_flatten_with_path(carried)[0]
     if mesh_is_set() or not any(isinstance(x, jax.Array) and on_host(x) for _, x in flat):
         return
@@ -374,3 +373,64 @@ def _warn_of_uncommitted(carried: dict[str, Any]) -> None:
                 stacklevel=3,
             )
             return
+
+
+# ---- options of XLA's compiler that let transfers overlap with compute
+
+# How many host copies XLA's latency-hiding scheduler lets be in flight, two by default. A layer of a scan with masters
+# and two moments moves dozens of leaves each way; more copies than that only raise the peak.
+_COPIES, _MANY = "xla_gpu_experimental_parallel_async_compute_limit", 32
+# XLA records a scan's body as a CUDA graph, in which by default a copy waits for the kernel before it. Outside of
+# scans concurrent graphs only raise the peak, because buffers are not used again: notes/xla.md.
+_IN_SCAN = {"xla_gpu_command_buffer_scheduling_mode": "CONCURRENT"}
+
+
+def options_for_sending(platform: str) -> dict[str, Any]:
+    """Like ``compiler_options``, for a program that copies to the host and nothing from it: gradients that wait for the
+    host's cores. One copy at a time is in flight, as each further one is a gradient that waits on the device."""
+    return _options(platform, {_COPIES: 1})
+
+
+def compiler_options(platform: str, *, in_scan: bool = False) -> dict[str, Any]:
+    """Return the options for ``jax.jit(..., compiler_options=)`` that make transfers overlap with arithmetic.
+
+    Streaming works without them. XLA spends spare memory on overlap: add ``{"xla_gpu_memory_limit_slop_factor":
+    percent}`` to limit temporaries to that share (95 by default) of what 80 % of the device leaves beside arguments and
+    results. A lower share gives a lower peak and less overlap.
+
+    Args:
+      platform: ``"cuda"`` (or ``"gpu"``), ``"tpu"`` or ``"cpu"``. No option was found to help on the last two.
+      in_scan: whether state moves in the scan of a model with stacked layers. ``jo.jit`` and ``jo.pipelined`` find
+        that out. It raises the peak of a model with unrolled layers.
+
+    Returns:
+      A dict, without options that the running jaxlib does not know.
+
+    Raises:
+      ValueError: ``platform`` is none of these.
+
+    Example:
+      >>> import jax, jax_offload as jo
+      >>> double = jax.jit(lambda x: 2 * x, compiler_options=jo.compiler_options(jax.default_backend()))
+      >>> int(double(21))
+      42
+    """
+    return _options(platform, {_COPIES: _MANY} | (_IN_SCAN if in_scan else {}))
+
+
+def _options(platform: str, options: Mapping[str, Any]) -> dict[str, Any]:
+    if platform not in ("cuda", "gpu", "tpu", "cpu"):
+        raise ValueError(f"platform: expected 'cuda', 'gpu', 'tpu' or 'cpu', got {platform!r}.")
+    known = options if platform in ("cuda", "gpu") else {}
+    return {name: value for name, value in known.items() if _known(name, value)}
+
+
+@functools.cache
+def _known(name: str, value: Any) -> bool:
+    if jax.__version_info__ < (0, 13):
+        return True  # tried; a newer one is asked
+    try:
+        jit_of_jax(lambda: 0).lower().compile(compiler_options={name: value})
+    except jax.errors.JaxRuntimeError:
+        return False
+    return True

@@ -1,9 +1,9 @@
 """Gradients that wait in host memory for their update: ``pipelined(..., gradients="host")`` rewrites a step.
 
-The gradients of a step that is turned round live from one call to the next. On the host they take nothing of the device
-meanwhile: the backward pass stores them as it makes them, and the update loads each beside its state. For that, numbers
-that need all of them (their norm) are taken before they leave, and arithmetic with such numbers (clipping) is left for
-the update.
+The gradients of a step that is turned round live from one call to the next. In host memory they take no device memory
+meanwhile: the backward pass stores them as it makes them, and the update loads each beside its state. So numbers that
+need all of them (their norm) are computed before they leave, and arithmetic with such numbers (clipping) moves into the
+update.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -20,9 +20,8 @@ import jax.numpy as jnp
 from jax.sharding import AxisType, NamedSharding
 
 from jax_offload._base.arrays import nbytes
-from jax_offload._base.jaxprs import Atom, Equation, Literal, Var, renamed, variables
+from jax_offload._base.jaxprs import Equation, Var, variables
 from jax_offload._base.memory import DEVICE_KIND, is_host_aval, to_device, to_host
-from jax_offload._base.own_primitives import params_of
 from jax_offload._base.shardings import constrained, same_sharding, shards_of, typed_sharding
 from jax_offload._emit.find import holds_update, is_update
 from jax_offload._emit.region import Update
@@ -32,6 +31,7 @@ from jax_offload._ir.program import Builder, Program
 from jax_offload._ir.propagate import Mask, forward, needed_for
 from jax_offload._ir.slices import is_summary
 from jax_offload._step.checked import check_program, tell
+from jax_offload._step.inlined import consisting_of, equation_of, localised
 
 
 class CannotWait(ValueError):
@@ -44,10 +44,10 @@ _LATE = (ELEMENTWISE | {"broadcast_in_dim"}) - {"sharding_constraint", "reshard"
 
 
 def home_of(v: Var, carried: Mapping[Var, Any]) -> NamedSharding | None:
-    """How what waits is divided between devices: as its state, the carried array of that shape in the most parts.
+    """How a waiting value is divided between devices: like its state, the carried array of its shape in the most parts.
 
-    Left to XLA, the gradients of parameters that are divided wait whole on every device (jax 0.12, CPU). ``None`` where
-    the type tells, where nothing is divided, and where two arrays of that shape are divided in different ways.
+    XLA by itself would let the gradients of divided parameters wait whole on every device. ``None`` if the type tells
+    the sharding, if nothing is divided, or if two arrays of that shape are divided in different ways.
     """
     if not _is_large(v) or typed_sharding(v.aval) is not None:
         return None
@@ -94,30 +94,42 @@ def _on_host(program: Program, carried: Mapping[Var, Any]) -> Program:
 
 
 def _of_update(program: Program, number: int, carried: Mapping[Var, Any]) -> Program:
-    """The same for the gradients of one update, by its number in the program."""
+    """Let the gradients of one update wait in host memory. ``number``: its place among the program's updates."""
     at = [k for k, eqn in enumerate(program.eqns) if is_update(eqn)][number]
-    before, after = program.eqns[:at], program.eqns[at + 1 :]
-    eqn, scalars = _without_scalars(program.eqns[at])
-    update: Update = eqn.params["update"]
-    given = dict(zip(update.operands, eqn.invars, strict=True))
-    gradients = [given[update.operands[i]] for i in update.gradients]
+    before = program.eqns[:at]
+    update = localised(program.eqns[at])
+    gradients = {*map(update.operands.__getitem__, update.gradients)}
     defined = [v for each in before for v in each.outvars]
-    late, sources = _left_late(before, {*variables(gradients)} & {*filter(_is_large, defined)}, {*carried})
+    late, sources = _left_late(before, gradients & {*filter(_is_large, defined)}, {*carried})
     moved = [v for v in defined if v in sources and _is_large(v)]
     if not moved:
         raise CannotWait(
             f"gradients='host': none that the update reads is a float array of {LEAST >> 10} KiB or more. "
             "Use gradients='device'."
         )
+    ahead, scalars = _ahead(update, gradients)
     stores = {v: _store(v, f"gradients/{k}", home_of(v, carried)) for k, v in enumerate(moved)}
     stored = {v: eqns[-1].outvars[0] for v, eqns in stores.items()}
-    loaded = {v: _load(x, f"gradients/{k}") for k, (v, x) in enumerate(stored.items())}
-    behind: dict[Var, Atom] = {v: each.outvars[0] for v, each in loaded.items()}
-    inside_update = [*loaded.values(), *Builder(names=behind).copy(*late)]
-    eqn = _absorbed(eqn.replace(invars=[renamed(behind, v) for v in eqn.invars]), inside_update)
-    after = _reading_again(eqn, after, stored)
+    inside = Builder()
+    for k, (v, x) in enumerate(stored.items()):
+        inside.eqns.append(load := _load(x, f"gradients/{k}"))
+        inside.names[v] = load.outvars[0]
+    for each in (*late, *(each for each in update.program.eqns if scalars.isdisjoint(each.outvars))):
+        inside.put(each)
+    made = {*variables(update.program.outputs)} - scalars
+    rest, last = consisting_of(update, inside.eqns, made), 1 + max(update.rank.values(), default=0)
+    divided = {x: update.program.shards[v] for v, x in stored.items() if v in update.program.shards}
+    rest = dataclasses.replace(
+        rest,
+        program=dataclasses.replace(rest.program, shards={**rest.program.shards, **divided}),
+        backward=None,  # they are no longer in front of it
+        names={**update.names, **{x: f"gradients/{k}" for k, x in enumerate(stored.values())}},
+        rank={**update.rank, **{x: last + k for k, x in enumerate(stored.values())}},  # the state beside them decides
+    )
     storing = [each for eqns in stores.values() for each in eqns]
-    return dataclasses.replace(program, eqns=[*before, *scalars, *storing, eqn, *after])
+    after = _reading_again(program.eqns[at + 1 :], variables(rest.program.outputs), stored)
+    eqns = [*before, *ahead, *storing, equation_of(rest, program.eqns[at]), *after]
+    return dataclasses.replace(program, eqns=eqns)
 
 
 def _left_late(eqns: Sequence[Equation], gradients: Set[Var], carried: Set[Var]) -> tuple[list[Equation], Set[Var]]:
@@ -134,20 +146,20 @@ def _left_late(eqns: Sequence[Equation], gradients: Set[Var], carried: Set[Var])
     return late, sources
 
 
-def _reading_again(update: Equation, eqns: Sequence[Equation], stored: Mapping[Var, Var]) -> list[Equation]:
-    """The equations after an update. Those that need a gradient load it once more."""
-    late, loads, found = {*update.outvars}, dict[Var, Atom](), list[Equation]()
+def _reading_again(eqns: Sequence[Equation], made: Iterable[Var], stored: Mapping[Var, Var]) -> list[Equation]:
+    """Change the equations after an update: those that need what it ``made`` load their gradients again."""
+    late, new = {*made}, Builder()
     for eqn in eqns:
-        reads = variables(eqn.invars)
-        if not late.isdisjoint(reads):
-            late.update(eqn.outvars)
-            for v in reads:
-                if v in stored and v not in loads:
-                    found.append(load := _load(stored[v], "gradients"))
-                    loads[v] = load.outvars[0]
-            eqn = eqn.replace(invars=[renamed(loads, v) for v in eqn.invars])
-        found.append(eqn)
-    return found
+        if late.isdisjoint(variables(eqn.invars)):
+            new.eqns.append(eqn)
+            continue
+        late.update(eqn.outvars)
+        for v in variables(eqn.invars):
+            if v in stored and v not in new.names:
+                new.eqns.append(load := _load(stored[v], "gradients"))
+                new.names[v] = load.outvars[0]
+        new.put(eqn)
+    return new.eqns
 
 
 def _store(v: Var, name: str, home: NamedSharding | None) -> list[Equation]:
@@ -174,87 +186,16 @@ def _is_large(v: Var) -> bool:
     return nbytes(v.aval) >= LEAST and jnp.issubdtype(v.aval.dtype, jnp.floating) and not is_host_aval(v.aval)
 
 
-# ---- an update's boundary, moved
-
-
-def _without_scalars(eqn: Equation) -> tuple[Equation, list[Equation]]:
-    """The equation of an update that is given the numbers that need gradients and no state, and what makes these."""
-    update: Update = eqn.params["update"]
-    program, operands = update.program, update.operands
-    needs: dict[Var, Mask] = {v: _HOST for v in operands if is_host_aval(v.aval)}
-    needs |= {operands[i]: _GRADIENT for i in update.gradients}
+def _ahead(update: Update, gradients: Set[Var]) -> tuple[list[Equation], set[Var]]:
+    """The equations of a localised update that make numbers from gradients and no state, and these numbers."""
+    needs: dict[Var, Mask] = {v: _HOST for v in update.operands if is_host_aval(v.aval)}
+    needs |= dict.fromkeys(gradients, _GRADIENT)
     summaries, scalars = set[Var](), set[Var]()
-    for each in program.eqns:
-        if is_summary(each, summaries):
-            summaries.update(each.outvars)
-        needs.update(zip(each.outvars, forward(each, needs), strict=True))
-        if all(needs[v] == _GRADIENT and (not v.aval.shape or v in summaries) for v in each.outvars):
-            scalars.update(each.outvars)
-    taken, _ = needed_for(program.eqns, scalars)
-    if any(each.effects for each in taken):
-        return eqn, []
-    env: dict[Var, Atom] = dict(zip(operands, eqn.invars, strict=True))
-    apart = Builder(names=env).copy(*taken)
-    # A result that is such a number is made ahead as well: an update that only returns its operands would be none.
-    results = list(zip(program.outputs, eqn.outvars, strict=True))
-    ahead = {env[x]: v for x, v in results if not isinstance(x, Literal) and x in scalars}
-    apart = [
-        each.replace(
-            invars=[renamed(ahead, v) for v in each.invars],  # pyright: ignore[reportArgumentType]
-            outvars=[ahead.get(v, v) for v in each.outvars],
-        )
-        for each in apart
-    ]
-    kept = [(x, v) for x, v in results if isinstance(x, Literal) or x not in scalars]
-    left = [each for each in program.eqns if scalars.isdisjoint(each.outvars)]
-    read = {v for each in left for v in variables(each.invars)}
-    given = [v for v in env if v in scalars and v in read]
-    rest = dataclasses.replace(program, inputs=[*program.inputs, *given], eqns=left, outputs=[x for x, _ in kept])
-    params = params_of(update.replanned(rest, update.gradients))
-    operand_of = [renamed(ahead, env[v]) for v in given]  # pyright: ignore[reportArgumentType]
-    return eqn.replace(invars=[*eqn.invars, *operand_of], outvars=[v for _, v in kept], params=params), apart
-
-
-def _absorbed(eqn: Equation, eqns: Sequence[Equation]) -> Equation:
-    """The equation of an update that begins with these equations, which make some of its operands.
-
-    What they read in host memory, gradients that wait there, is loaded as the leaves of the state are, beside these.
-    """
-    update: Update = eqn.params["update"]
-    program = update.program
-    defined = {v for each in eqns for v in each.outvars}
-    both = list(zip(update.operands, eqn.invars, strict=True))
-    gone = {v: x for v, x in both if not isinstance(x, Literal) and x in defined}
-    kept = [(v, x) for v, x in both if v not in gone]
-    env: dict[Var, Atom] = {x: v for v, x in reversed(kept) if not isinstance(x, Literal)}
-    more = {
-        x: Var(x.aval)
-        for x in dict.fromkeys(x for each in eqns for x in variables(each.invars))
-        if x not in defined and x not in env
-    }
-    env |= more
-    first = Builder(names=env).copy(*eqns)
-    inside = {v: env[x] for v, x in gone.items()}
-    then = [each.replace(invars=[renamed(inside, v) for v in each.invars]) for each in program.eqns]
-    inputs = [*more.values(), *(v for v, _ in kept)]
-    places = {v: k for k, v in enumerate(inputs)}
-    sharded = {inside[v]: program.shards[v] for v in gone if v in program.shards}
-    hosts = {each.invars[0]: each.outvars[0] for each in first if is_host_aval(each.invars[0].aval)}
-    shards = {v: sharded[x] for v, x in hosts.items() if x in sharded}
-    rest = dataclasses.replace(
-        program,
-        inputs=inputs,
-        outputs=[renamed(inside, v) for v in program.outputs],
-        eqns=[*first, *then],
-        shards={**program.shards, **shards},
-    )
-    gradients = [places[v] for i in update.gradients if (v := update.operands[i]) in places]
-    last = 1 + max(update.rank.values(), default=0)
-    new = dataclasses.replace(
-        update.replanned(rest, tuple(gradients)),
-        backward=None,  # they are no longer in front of it
-        names={**update.names, **{v: f"gradients/{k}" for k, v in enumerate(hosts)}},
-        rank={**update.rank, **{v: last + k for k, v in enumerate(hosts)}},  # the state beside them decides
-        next_values={new: old for new, old in update.next_values.items() if old in places},
-    )
-    return eqn.replace(invars=[*more, *(x for _, x in kept)], params=params_of(new))
+    for eqn in update.program.eqns:
+        if is_summary(eqn, summaries):
+            summaries.update(eqn.outvars)
+        needs.update(zip(eqn.outvars, forward(eqn, needs), strict=True))
+        if all(needs[v] == _GRADIENT and (not v.aval.shape or v in summaries) for v in eqn.outvars):
+            scalars.update(eqn.outvars)
+    taken, _ = needed_for(update.program.eqns, scalars)
+    return ([], set()) if any(eqn.effects for eqn in taken) else (taken, scalars)

@@ -17,8 +17,7 @@ import jax
 from jax.core import Tracer
 
 from jax_offload._interop.jit import Jitted
-from jax_offload._interop.matching import array_of, is_traced
-from jax_offload._interop.rotated import Aux, Carry, Rotated
+from jax_offload._interop.rotated import Aux, Carry, Rotated, array_of, is_traced
 
 
 def pipelined(

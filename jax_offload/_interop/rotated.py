@@ -1,26 +1,29 @@
-"""A step that is cut at its update and put together the other way round: what ``pipelined`` compiles, and returns."""
+"""Cut a step at its update and put the parts together the other way round: the programs behind ``pipelined``."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
-from jax_offload._base.jaxprs import MATMULS, Atom, Equation, Literal, Var, as_array, holds, jaxpr_of, variables
+from jax_offload._base.arrays import is_array
+from jax_offload._base.jaxprs import MATMULS, Equation, Var, holds, jaxpr_of, values_of, variables
 from jax_offload._base.memory import HOST_KIND, abstract, in_its_memory, is_host_aval, with_kind
+from jax_offload._base.on_disk import is_on_disk
 from jax_offload._base.shardings import constrained, typed_sharding
 from jax_offload._emit.find import holds_update, is_update
 from jax_offload._interop import pending
 from jax_offload._interop.jit import Jitted
-from jax_offload._interop.matching import matched, names_of
 from jax_offload._ir.primitives import CHECKPOINT
 from jax_offload._ir.program import flat
-from jax_offload._ir.propagate import made_of, needed_for
+from jax_offload._ir.propagate import Mask, made_of, needed_for, union
 from jax_offload._step.canonical import dereferenced
 from jax_offload._step.cut import Cut, cut_step
-from jax_offload._step.returned import origins_of, unreturned
+from jax_offload._step.returned import UPDATED, origins_of, unreturned
 
 Values = dict[str, Any]
 Kept = tuple[Values, Values, Values]
@@ -35,7 +38,7 @@ class Rotated:
 
     Attributes:
       carried: the carried arguments, as types.
-      now, late: the numbers of the results beside those that are carried on, which need no update, and which do.
+      now, late: the numbers of the results that are not carried on and that need no update, and of those that do.
     """
 
     def __init__(
@@ -183,7 +186,7 @@ class Rotated:
         _run(self._cut, env, 0)
         env |= {v: constrained(env[v], home) for v, home in self._homes.items()}
         produced, given = ({name: env[v] for v, name in keys.items()} for keys in self._keys[1:])
-        return produced, given, [_value(env, program.outputs[k]) for k in self.now]
+        return produced, given, values_of(env, [program.outputs[k] for k in self.now])
 
     def _after(self, *kept: Values) -> tuple[list[Any], list[Any]]:
         program = self._cut.program
@@ -192,7 +195,7 @@ class Rotated:
             env |= {v: values[name] for v, name in keys.items()}
         _run(self._cut, env, 1)
         _run(self._cut, env, 2)
-        return [_value(env, v) for v in self._results], [_value(env, program.outputs[k]) for k in self.late]
+        return values_of(env, self._results), values_of(env, [program.outputs[k] for k in self.late])
 
     def _current(self, own: Values, produced: Values, given: Values, place: int, attribute: str | None) -> Any:
         leaves = map(constrained, self._after(own, produced, given)[0], self._places)
@@ -283,10 +286,6 @@ def _run(cut: Cut, env: dict[Var, Any], part: int) -> None:
     env.update(zip(s.outputs, s.run(*(env[v] for v in s.inputs)), strict=True))
 
 
-def _value(env: Mapping[Var, Any], v: Atom) -> Any:
-    return as_array(v) if isinstance(v, Literal) else env[v]
-
-
 class Aux(NamedTuple):
     """The results of a pipelined step besides the carried values.
 
@@ -321,3 +320,128 @@ jax.tree_util.register_pytree_with_keys(
     lambda carry: (tuple(zip(_ATTRIBUTES, (carry.kept, carry.step), strict=True)), carry.program),
     lambda program, children: Carry(*children, program),  # pyright: ignore[reportCallIssue, reportArgumentType]
 )
+
+
+# ---- which result is the next value of which carried argument
+
+Origins = Callable[[Mapping[str, Mask]], Sequence[Mask]]
+"""Map bits for the carried arguments to the bits on which each leaf of the result depends (``origins_of``)."""
+
+_FIX = "Return a dict with the carried arguments' names as keys."
+
+
+def matched(carried: Mapping[str, Any], result: Any, origins: Origins) -> tuple[list[int], Any]:
+    """Return the numbers of the result's leaves that are next values of carried ones, and the tree of the others.
+
+    A result is one of several if they are returned as a tuple or list, or as a dict or named tuple whose keys include
+    the names of all that is carried. These names decide. Else the next value of an argument is the only result of its
+    tree, shapes and dtypes. Of several, it is the one that the step's update makes of this argument and of no other
+    that is like it; where all but one are known by that, the last one belongs to the last argument.
+
+    Raises:
+      ValueError: an argument has no next value among the results, or it is not certain which one that is.
+    """
+    types = {name: types_of(x) for name, x in carried.items()}
+    leaves, treedef = jax.tree.flatten(result)
+    numbered = jax.tree.unflatten(treedef, map(Number, range(len(leaves))))
+    if types_of(result) not in types.values() and (named := _by_name(result, numbered)).keys() >= carried.keys():
+        for name, (x, _) in named.items():
+            if name in types and types_of(x) != types[name]:
+                raise ValueError(
+                    f"step: its result {name!r} differs from the carried argument in tree, shapes or dtypes."
+                )
+        places = [leaf.number for name in carried for leaf in jax.tree.leaves(named[name][1])]
+        return places, _plain({name: numbers for name, (_, numbers) in named.items() if name not in carried})
+    several = type(result) in (tuple, list) and types_of(result) not in types.values()
+    results = list(zip(result, numbered, strict=True)) if several else [(result, numbered)]
+    kinds = [types_of(x) for x, _ in results]
+    place_of: dict[str, int] = {}
+    for name, want in types.items():
+        if name not in place_of:
+            alike = [other for other, each in types.items() if each == want]
+            place_of |= _told_apart(alike, {k: results[k][1] for k, each in enumerate(kinds) if each == want}, origins)
+    places = [leaf.number for name in carried for leaf in jax.tree.leaves(results[place_of[name]][1])]
+    others = tuple(numbers for k, (_, numbers) in enumerate(results) if k not in place_of.values())
+    return places, _plain(others[0] if len(others) == 1 else others)
+
+
+@dataclasses.dataclass(frozen=True)
+class Number:
+    """Stands for a leaf of a result: its number. A plain number would be the version of a leaf on disk."""
+
+    number: int
+
+
+def _plain(numbered: Any) -> Any:
+    return jax.tree.map(lambda leaf: leaf.number, numbered)
+
+
+def _by_name(result: Any, numbered: Any) -> dict[str, tuple[Any, Any]]:
+    """The results of a step by the names that it gives them, each with the numbers of its leaves."""
+    if isinstance(result, Mapping):
+        return {str(name): (x, numbered[name]) for name, x in result.items()}  # pyright: ignore[reportUnknownVariableType, reportUnknownArgumentType]
+    fields = getattr(result, "_fields", ())
+    return {name: (getattr(result, name), getattr(numbered, name)) for name in fields}
+
+
+def _told_apart(names: Sequence[str], results: Mapping[int, Any], origins: Origins) -> dict[str, int]:
+    """The result that is the next value of each of some carried arguments that are alike.
+
+    Args:
+      names: the arguments.
+      results: the results of their type, each with the numbers of its leaves.
+    """
+    what = " and ".join(map(repr, names))
+    if len(results) < len(names):
+        raise ValueError(
+            f"step: {len(results) or 'no'} result{'s have' if len(results) > 1 else ' has'} the tree, shapes and "
+            f"dtypes of the carried argument{'s' * (len(names) > 1)} {what}; return the next value of each."
+        )
+    left, found = dict(results), dict[str, int]()
+    if len(results) > 1:
+        bits = {name: UPDATED << (k + 1) for k, name in enumerate(names)}
+        made, any_of_them = origins(bits), union(bits.values())
+        for name, bit in bits.items():
+            masks = {k: [made[leaf.number] for leaf in jax.tree.leaves(numbers)] for k, numbers in results.items()}
+            own = [
+                k
+                for k, each in masks.items()
+                if union(each) & any_of_them == bit and any(mask & UPDATED and mask & bit for mask in each)
+            ]
+            if len(own) == 1:
+                found[name] = own[0]
+                del left[own[0]]
+    unknown = [name for name in names if name not in found]
+    if len(unknown) == len(left) == 1:
+        return found | {unknown[0]: next(iter(left))}
+    if unknown:
+        raise ValueError(
+            f"step: {len(left)} results have the tree, shapes and dtypes of the carried argument"
+            f"{'s' * (len(unknown) > 1)} {' and '.join(map(repr, unknown))}, and the update does not tell which "
+            f"result is the next value of which argument. {_FIX}"
+        )
+    return found
+
+
+def types_of(tree: Any) -> Any:
+    leaves, treedef = jax.tree.flatten(tree, is_leaf=is_on_disk)  # which has the leaf's type, and not its token's
+    return treedef, [(tuple(x.shape), x.dtype) for x in map(array_of, leaves)]
+
+
+def array_of(x: Any) -> Any:
+    return x if hasattr(x, "dtype") else jnp.asarray(x)
+
+
+def is_traced(x: Any) -> bool:
+    """Whether ``jit`` would trace ``x``: arrays and numbers."""
+    return is_array(x) or isinstance(x, jax.ShapeDtypeStruct | bool | int | float | complex)
+
+
+def names_of(tree: Mapping[str, Any]) -> list[str]:
+    """A name for each leaf, no two alike."""
+    names = [
+        "/".join([name, *([inner] if (inner := jax.tree_util.keystr(path, simple=True, separator="/")) else [])])
+        for name, x in tree.items()
+        for path, _ in jax.tree_util.tree_flatten_with_path(x)[0]
+    ]
+    return [name if names.index(name) == k else f"{name} {k}" for k, name in enumerate(names)]

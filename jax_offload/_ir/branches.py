@@ -30,7 +30,7 @@ def without_branches(program: Program) -> Program:
 
 
 def _chosen(new: Builder, eqn: Equation, operands: list[Atom]) -> Sequence[Atom] | None:
-    """The results of a ``cond``, each chosen from its branches' results; ``None`` for any other equation."""
+    """Choose each result of a ``cond`` from its branches' results; ``None`` for any other equation."""
     if eqn.primitive.name != "cond" or eqn.effects:
         return None
     branches = [rebuilt(flat(branch), _chosen) for branch in branches_of(eqn)]
@@ -52,7 +52,7 @@ def _makes_keys(eqn: Equation) -> bool:
 
 
 def _only_in(cond: Equation, which: Atom, k: int, eqn: Equation) -> Equation:
-    """An equation of branch ``k`` of a ``cond``, as a ``cond`` of its own: zeros where another branch is taken."""
+    """Put an equation of branch ``k`` of a ``cond`` into a ``cond`` of its own, with zeros in the other branches."""
     reads = list(dict.fromkeys(variables(eqn.invars)))
     inputs, like = [Var(v.aval) for v in reads], branches_of(cond)[0]
     (run,) = Builder(names=dict(zip(reads, inputs, strict=True))).copy(eqn)
@@ -63,7 +63,7 @@ def _only_in(cond: Equation, which: Atom, k: int, eqn: Equation) -> Equation:
 
 
 def choice(new: Builder, which: Atom, cases: Sequence[Atom]) -> Atom:
-    """One of several values; of those in host memory one of the loaded values, which is stored."""
+    """Choose one of several values. Values in host memory are loaded, and the chosen one is stored."""
     first = cases[0]
     if all(x is first for x in cases):
         return first

@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import operator
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -49,7 +50,7 @@ from jax_offload._ir.propagate import needed_for
 class Program:
     """A traced function with nested ``jit`` inlined: ``outputs`` from ``inputs`` (constants first) by ``eqns``.
 
-    ``shards`` says of inputs how they are divided between devices, as far as that is known; of a whole step also of
+    ``shards`` says how inputs are divided between devices, as far as that is known. For a whole step it also covers
     the next values of leaves.
     """
 
@@ -116,8 +117,9 @@ def flat(
 
     Args:
       step: the jaxpr.
-      any_jit: whether each ``jit`` is inlined, whatever it says of placement.
-      any_call: whether all are that run a jaxpr once, to be read and not to be run: checkpoints, derivatives, shards.
+      any_jit: whether each ``jit`` is inlined, whatever it says about placement.
+      any_call: whether every equation that runs a jaxpr once is inlined (checkpoints, derivatives, ``shard_map``), for
+        a program that is read and does not run.
       opens: whether a ``jax.checkpoint`` is inlined, behind the barrier that keeps recomputed values apart.
     """
     eqns: list[Equation] = []
@@ -143,7 +145,10 @@ def flat(
                 scope = dict(zip([*inner.jaxpr.constvars, *inner.jaxpr.invars], [*consts_here, *ins], strict=True))
                 own.names.update(zip(eqn.outvars, walk(inner.jaxpr, scope, True), strict=True))
                 continue
-            (own.copy if nested else own.put)(eqn)
+            if nested:
+                own.copy(eqn)
+            else:
+                own.put(eqn, ins)
             if len(ins) > 1 and eqn.primitive.name == "device_put":
                 eqns.extend(_leaf_by_leaf(eqns.pop()))
         return own.read(jaxpr.outvars)
@@ -153,7 +158,7 @@ def flat(
 
 
 def _kept_apart(eqn: Equation, ins: Sequence[Atom]) -> list[Var]:
-    """The operands of a ``jax.checkpoint`` that jax lowers it with behind a barrier."""
+    """The operands of a ``jax.checkpoint`` that jax puts behind a barrier when it lowers the equation."""
     said: bool | tuple[bool, ...] = eqn.params["prevent_cse"] if eqn.params["differentiated"] else False
     each = said if isinstance(said, tuple) else (said,) * len(ins)
     return [v for v, apart in zip(ins, each, strict=True) if apart and not isinstance(v, Literal)]
@@ -181,17 +186,18 @@ class Builder:
 
     def read(self, atoms: Iterable[Atom]) -> list[Atom]:
         """The values that stand for these."""
-        return [renamed(self.names, v) for v in atoms]
+        names = self.names
+        return [v if isinstance(v, Literal) else names.get(v, v) for v in atoms] if names else [*atoms]
 
-    def put(self, eqn: Equation) -> None:
-        """Append an equation, which makes the variables that it makes anyway."""
-        ins = self.read(eqn.invars) if self.names else eqn.invars
+    def put(self, eqn: Equation, operands: list[Atom] | None = None) -> None:
+        """Append an equation, which keeps its results. ``operands``: the values that stand for its operands."""
+        ins = self.read(eqn.invars) if operands is None else operands
         self.eqns.append(eqn if all(map(operator.is_, ins, eqn.invars)) else eqn.replace(invars=ins))
 
-    def copy(self, *eqns: Equation) -> list[Equation]:
-        """Append equations with variables of their own for their results; return all equations."""
+    def copy(self, *eqns: Equation, results: Mapping[Var, Var] = MappingProxyType({})) -> list[Equation]:
+        """Append equations, whose results become ``results`` or else new variables; return all equations."""
         for eqn in eqns:
-            outs = [v if isinstance(v, DropVar) else Var(v.aval) for v in eqn.outvars]
+            outs = [v if isinstance(v, DropVar) else results.get(v) or Var(v.aval) for v in eqn.outvars]
             self.eqns.append(eqn.replace(invars=self.read(eqn.invars), outvars=outs))
             self.names.update(zip(eqn.outvars, outs, strict=True))
         return self.eqns
@@ -212,7 +218,7 @@ class Builder:
         return self.call(flat(jaxpr_of(fun, *(v.aval for v in operands))[0]), operands)
 
 
-# The results of what takes an equation's place, given the builder and the operands; ``None``: it stays.
+# Given the builder, an equation and its operands, the results that replace the equation's; ``None``: it stays.
 Rebuild = Callable[[Builder, Equation, list[Atom]], Sequence[Atom] | None]
 
 
@@ -220,8 +226,8 @@ def rebuilt(program: Program, rebuild: Rebuild) -> Program:
     """Return a program in which other equations take the place of some."""
     new = Builder()
     for eqn in program.eqns:
-        if (results := rebuild(new, eqn, new.read(eqn.invars))) is None:
-            new.put(eqn)
+        if (results := rebuild(new, eqn, operands := new.read(eqn.invars))) is None:
+            new.put(eqn, operands)
         else:
             new.names.update(zip(eqn.outvars, results, strict=True))
     return dataclasses.replace(program, eqns=new.eqns, outputs=new.read(program.outputs))
@@ -259,15 +265,12 @@ def decomposed(eqns: Iterable[Equation]) -> list[Equation]:
     """The equations, composite ones as those that they stand for, of the same operands and results."""
     new = Builder()
     for eqn in eqns:
-        if not is_composite(eqn):
+        if is_composite(eqn):
+            inner = flat(called_by(eqn))
+            results = dict(zip(variables(inner.outputs), eqn.outvars, strict=True))
+            new.inside(inner, eqn.invars).copy(*inner.eqns, results=results)
+        else:
             new.put(eqn)
-            continue
-        inside = Builder()
-        results = variables(inside.call(flat(called_by(eqn)), eqn.invars))
-        names: dict[Var, Var] = dict(zip(results, eqn.outvars, strict=True))
-        for each in inside.eqns:
-            ins, outs = [renamed(names, v) for v in each.invars], [names.get(v, v) for v in each.outvars]
-            new.put(each.replace(invars=ins, outvars=outs))
     return new.eqns
 
 
@@ -362,8 +365,8 @@ def structure(jaxpr: Jaxpr, key_of: Callable[[Any], Hashable] | None = None) -> 
 
 
 def numbered() -> Callable[[Any], Hashable]:
-    """A function that gives equal objects one number, and hashes each once: a program's equations share theirs, and
-    jax takes as long for the hash of a type as for the rest of an equation here."""
+    """A function that gives equal objects one number, and hashes each object once. A program's equations share types
+    and parameters, and jax takes as long to hash a type as this takes for the rest of an equation."""
     indices: dict[Hashable, int] = {}
     known: dict[int, tuple[Any, int]] = {}  # with the object itself, so that nothing else gets its id
 

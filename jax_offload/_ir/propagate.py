@@ -7,7 +7,7 @@ loops.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from typing import Any, Generic, TypeVar
 
 from jax_offload._base.jaxprs import Atom, Equation, Inner, Jaxpr, Literal, Var, inner_of, variables
@@ -26,7 +26,7 @@ class Facts(Generic[T]):
       join: the fact about a value that is made of several, or is one of several.
       rule: the facts about an equation's results, given the equation and the facts about its operands. ``None``: they
         follow from the jaxprs that the equation runs, or are the join of its operands' facts where it runs none.
-      entered: the names of the primitives whose jaxprs are gone through; ``None``: all.
+      entered: the names of the primitives whose jaxprs the engine enters; ``None``: all.
       choice_counts: whether what chooses a branch is one of the values that the results are made of.
     """
 
@@ -100,7 +100,7 @@ def forward(eqn: Equation, env: Mapping[Var, Mask]) -> Sequence[Mask]:
 
 
 def backward(eqn: Equation, needs: Sequence[Mask], effect: Mask) -> list[Mask]:
-    """For each operand, who needs it: those who need a result that depends on it."""
+    """For each operand, the union of the needs of the results that depend on it, and of an effect."""
     total = needs[0] if len(needs) == 1 else union(needs)
     if eqn.primitive.name not in _CUT_INTO or is_composite(eqn) or not (inner := inner_of(eqn)):
         return [total | effect] * len(eqn.invars)
@@ -111,7 +111,7 @@ def backward(eqn: Equation, needs: Sequence[Mask], effect: Mask) -> list[Mask]:
 def needs_of(
     inputs: Sequence[Var], eqns: Sequence[Equation], outputs: Sequence[Atom], needs: Sequence[Mask]
 ) -> tuple[list[list[Mask]], list[Mask]]:
-    """Who needs each result of each equation, and each of the inputs, given who needs the outputs."""
+    """The needs of each result of each equation, and of each input, given the needs of the outputs."""
     env: dict[Var, Mask] = {}
 
     def add(atoms: Sequence[Atom], masks: Sequence[Mask]) -> None:
@@ -133,13 +133,13 @@ def needed_for(
     through: Callable[[Equation], bool] = lambda _: True,
     kept: Callable[[Equation], bool] = lambda _: False,
 ) -> tuple[list[Equation], set[Var]]:
-    """The equations that make some variables and all that these need, in order; and every variable that counts.
+    """Return, in order, the equations needed to make some variables, and these variables with all that they need.
 
     Args:
-      eqns: of a program.
-      wanted: variables.
-      through: the equations that are gone through.
-      kept: those that are needed in any case.
+      eqns: the equations of a program.
+      wanted: the variables.
+      through: whether an equation counts, and the search goes on to its operands.
+      kept: whether an equation is needed in any case.
     """
     needed, taken = {*wanted}, list[Equation]()
     for eqn in reversed(eqns):
@@ -150,7 +150,7 @@ def needed_for(
 
 
 def made_of(eqns: Iterable[Equation], marked: Callable[[Equation], bool], start: Iterable[Var] = ()) -> set[Var]:
-    """The variables that are made of the results of marked equations, or of some variables; these too."""
+    """Return the variables that depend on the results of marked equations, or on ``start``, and these themselves."""
     found = {*start}
     for eqn in eqns:
         if marked(eqn) or not found.isdisjoint(variables(eqn.invars)):
@@ -195,23 +195,25 @@ def bits(mask: Mask) -> Iterator[int]:
         mask ^= low
 
 
-# ---- parts of a program in order
+# ---- parts of a program, in order
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Node:
-    """A part of a program.
+    """A part of a program or of a schedule.
 
     Attributes:
-      payload: whoever arranges it knows what.
-      reads, makes: variables.
+      payload: the part itself, known to whoever arranges or runs it.
+      reads, makes: its operands and its results.
       kept: whether it stays although nobody reads its results.
+      takes: the operands whose buffers it overwrites or frees.
     """
 
     payload: Any
     reads: Sequence[Var]
     makes: Sequence[Var]
     kept: bool = False
+    takes: Set[Var] = frozenset()
 
 
 def makers(nodes: Sequence[Node]) -> dict[Var, int]:

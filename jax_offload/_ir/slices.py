@@ -50,8 +50,8 @@ class Known:
     """The facts about a program's variables, found by reading it forward.
 
     Attributes:
-      needs_host: the host leaves that each needs, by no scalar that is ahead.
-      earliest: the first pass in which a variable can be known; the first of all for variables that are not here.
+      needs_host: the host leaves that each variable needs, except through a scalar that is computed ahead.
+      earliest: the first pass in which a variable can be known; 0 for variables that are not here.
       scalars: the scalars computed ahead, each with its host leaves and the pass in which these are loaded.
       summaries: see ``is_summary``.
     """
@@ -93,7 +93,7 @@ class Part:
 
 
 def read(program: Program, scalars_ahead: bool) -> Known:
-    """Each variable from its operands; a scalar that is made of host leaves is known one pass later, if it is ahead."""
+    """Read a program forward. A scalar that is computed ahead from host leaves is known one pass later."""
     on_host = (v for v in program.inputs if is_host_aval(v.aval))
     known = Known({v: 1 << i for i, v in enumerate(on_host)}, {}, {}, set())
     for eqn in program.eqns:
@@ -153,9 +153,9 @@ def results_of(program: Program) -> list[Var]:
 
 
 def parts_of(roots: Sequence[Wanted], last: int) -> tuple[list[Part], dict[Root, int]]:
-    """The parts, without equations: the preludes of all passes, then the slices; and the number of each root's.
+    """Return the parts, still without equations (all preludes, then the slices), and the number of each root's part.
 
-    Roots of a pass that need a host leaf in common go together, and to the prelude what needs none.
+    Roots of a pass that need a host leaf in common go together. Roots that need none go to the prelude.
     """
     parts, number_of = [Part(at) for at in range(last + 1)], dict[Root, int]()
     for at in range(last + 1):
@@ -168,7 +168,7 @@ def parts_of(roots: Sequence[Wanted], last: int) -> tuple[list[Part], dict[Root,
 
 
 def divide(program: Program, known: Known, parts: Sequence[Part], number_of: Mapping[Root, int]) -> None:
-    """Puts the program's equations into the parts that need them, from the last one on, and says who provides what.
+    """Put the program's equations, last one first, into the parts that need them, and say which part provides what.
 
     A variable that one part provides to others is that part's result.
     """
@@ -214,8 +214,8 @@ class Core:
 
     Attributes:
       jaxpr: takes the slice's operands, with ``loads`` already loaded, and returns its results, not yet stored.
-      loads: the host leaves among the operands that are loaded once and have no other use, such as a ``cond`` in which
-        another ``offload`` loads them.
+      loads: the host leaves among the operands that are loaded once and have no other use. A ``cond`` in which another
+        ``offload`` loads a leaf is another use.
     """
 
     jaxpr: Jaxpr
@@ -227,7 +227,7 @@ class Slice:
     """A part of a program: ``outputs`` from ``inputs``, both given as variables of the program.
 
     Attributes:
-      shards: of the program's inputs, how they are divided between devices.
+      shards: how the program's inputs are divided between devices.
     """
 
     inputs: list[Var]
@@ -242,7 +242,7 @@ class Slice:
 
     @functools.cached_property
     def core(self) -> Core:
-        """What it computes, without its loads and stores."""
+        """The slice without its loads and stores."""
         moves = [
             (eqn, v, eqn.outvars[0])
             for eqn in self.jaxpr.eqns
@@ -284,7 +284,7 @@ class Slice:
 
     @property
     def pins(self) -> dict[Var, NamedSharding]:
-        """The shardings that the trace says operands have, and gives results; with Explicit axes the types tell."""
+        """The shardings that the trace constrains operands and results to; with Explicit axes, types tell them."""
         eqns = [eqn for eqn in self.jaxpr.eqns if eqn.primitive.name == "sharding_constraint"]
         operands = {eqn.invars[0]: eqn.params["sharding"] for eqn in reversed(eqns) if eqn.invars[0] in self.inputs}
         return operands | {eqn.outvars[0]: eqn.params["sharding"] for eqn in eqns}
@@ -311,7 +311,7 @@ def repeats_effects(program: Program, passes: Sequence[Pass]) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class Pass:
-    """Slices that can run one after the other, in any order, once the prelude, which loads nothing, has run."""
+    """Slices that can run in any order, one at a time, after the prelude, which loads nothing."""
 
     prelude: Slice
     slices: list[Slice]
@@ -321,7 +321,7 @@ def joined(a: Slice, b: Slice) -> Slice:
     """Join two slices into one. They have no effects: slices with effects do not go into a loop."""
     inputs, outputs = (list(dict.fromkeys([*u, *v])) for u, v in ((a.inputs, b.inputs), (a.outputs, b.outputs)))
     defined = {v for eqn in a.jaxpr.eqns for v in eqn.outvars}
-    # Both may compute a scale.
+    # Both may compute the same scale.
     eqns = [*a.jaxpr.eqns, *(eqn for eqn in b.jaxpr.eqns if not defined.issuperset(eqn.outvars))]
     jaxpr = Jaxpr([], inputs, outputs, eqns, a.jaxpr.effects, a.jaxpr.debug_info)
     return Slice(inputs, outputs, jaxpr, a.shards)
@@ -330,15 +330,15 @@ def joined(a: Slice, b: Slice) -> Slice:
 def cut(program: Program, scalars_ahead: bool) -> list[Pass]:
     """The program as passes over the host leaves, in slices.
 
-    Two results belong to one slice where they need a host leaf in common: then loading it once serves both. What needs
-    no host leaf belongs to the prelude if it serves several slices, is a scalar (a learning rate, the gradients' norm),
-    or summarises all rows (``adaptive_grad_clip``'s norm of each column: it would keep the rows together). Elementwise
-    arithmetic on arrays does not, though several slices need it: each does its own.
+    Two results belong to one slice if they need a host leaf in common, because loading it once serves both. A value
+    that needs no host leaf belongs to the prelude if it serves several slices, is a scalar (a learning rate, the
+    gradients' norm), or summarises all rows (``adaptive_grad_clip``'s norm of each column, which would keep the rows
+    together). Elementwise arithmetic on arrays stays in the slices, and each slice that needs it repeats it.
 
-    Where a scalar is reduced from the leaves of many parameters (a norm over accumulated gradients, prodigy's sums), or
-    from all rows of one (LAMB's trust ratio), everything that uses it needs all of them at once. ``scalars_ahead``
-    makes such a scalar a result of its own, one pass ahead: each leaf, or chunk of it, is loaded for its part of the
-    scalar, and once more for what uses that.
+    A scalar that is reduced from the leaves of many parameters (a norm over accumulated gradients, prodigy's sums), or
+    from all rows of one (LAMB's trust ratio), makes everything that uses it need all of them at once.
+    ``scalars_ahead`` makes such a scalar a result of its own, one pass ahead: each leaf, or chunk of a leaf, is loaded
+    once for its part of the scalar, and once more for the equations that use the scalar.
     """
     known = read(program, scalars_ahead)
     parts, number_of = parts_of(roots_of(program, known), known.last)
@@ -381,7 +381,7 @@ def slice_of(
 def consecutive(
     parts: Sequence[list[Equation]], results: Sequence[Atom], debug_info: DebugInfo, shards: Mapping[Var, Shards]
 ) -> list[Slice]:
-    """The slices of parts that run one after the other: each provides what later ones read, and its results."""
+    """The slices of parts that run one after the other; each provides what later ones or ``results`` read."""
     wanted, found = {*variables(results)}, list[Slice]()
     for eqns in reversed(parts):
         outputs = [v for eqn in eqns for v in eqn.outvars if v in wanted]

@@ -17,15 +17,15 @@ from jax_offload._base.memory import is_host_aval
 from jax_offload._base.private import equation_of, equations_of_trace, variable_of
 from jax_offload._ir.program import Program, flat
 
-LARGE = 1 << 16  # elements: of smaller gradients the activations are not worth a thought
+LARGE = 1 << 16  # elements; the activations of smaller gradients do not matter
 
 
 def production_order(values: Sequence[Any]) -> list[int] | None:
-    """For each traced value the number of the equation that made it; ``None``: one is an argument, or not of this
-    trace, and the caller has to guess.
+    """For each traced value, the number of the equation that made it. ``None`` if a value is an argument or belongs to
+    another trace, so that the caller has to guess.
 
-    The backward pass is traced in the order in which gradients appear. What casts or scales a gradient comes later, in
-    the order of the tree, so it is looked through.
+    The backward pass is traced in the order in which gradients appear. Equations that cast or scale a gradient come
+    later, in the order of the tree, so the search goes through them.
     """
     if not values or any(equation_of(x) is None for x in values):
         return None
@@ -35,7 +35,7 @@ def production_order(values: Sequence[Any]) -> list[int] | None:
 
 
 def are_constrained(values: Sequence[Any]) -> list[bool]:
-    """For each value, whether it is traced and its sharding was said where it was made; as far as jax tells."""
+    """For each value, whether it is traced and a sharding constraint made it, casts and scales aside."""
     makers: dict[Any, tuple[int, Any]] = {}
     found: list[bool] = []
     for x in values:
@@ -49,12 +49,12 @@ def are_constrained(values: Sequence[Any]) -> list[bool]:
 
 
 def _makers(x: Any) -> dict[Any, tuple[int, Any]]:
-    """Variable -> the equation that makes it and its number, in the trace that a value is of."""
+    """Map each variable in a value's trace to the equation that makes it, and the equation's number."""
     return {v: (k, eqn) for k, eqn in enumerate(equations_of_trace(x)) for v in eqn.outvars}
 
 
 def was_on_host(value: Any) -> bool:
-    """Whether a traced value that is in device memory was brought there in its trace, from host memory."""
+    """Whether a traced value in device memory was loaded from host memory in its trace."""
     shape = np.shape(value)
     eqn = equation_of(value) if isinstance(value, Tracer) else None
     return eqn is not None and any(is_host_aval(v.aval) and v.aval.shape == shape for v in variables(eqn.invars))
@@ -65,7 +65,7 @@ _CHOOSING = frozenset("broadcast_in_dim eq ne lt le gt ge is_finite and or not".
 
 
 def _origin(v: Any, makers: dict[Any, tuple[int, Any]]) -> Any:
-    """The variable that ``v`` is a cast, a multiple or a bound of."""
+    """The variable from which ``v`` was cast, scaled or clipped."""
     while (made := makers.get(v)) is not None and _scales(made[1]):
         like = [x for x in variables(made[1].invars) if x.aval.shape == v.aval.shape and _is_floating(x)]
         if len(like) != 1:
@@ -75,7 +75,7 @@ def _origin(v: Any, makers: dict[Any, tuple[int, Any]]) -> Any:
 
 
 def _scales(eqn: Any) -> bool:
-    """Whether an equation, or a function such as ``jnp.where`` or ``jnp.nan_to_num``, does no more than that."""
+    """Whether an equation, or a call such as ``jnp.where`` or ``jnp.nan_to_num``, only casts, scales or clips."""
     name = eqn.primitive.name
     if name in ("jit", "pjit"):
         return all(e.primitive.name in _CHOOSING or _scales(e) for e in eqn.params["jaxpr"].jaxpr.eqns)
@@ -94,9 +94,9 @@ class Backward:
     """The passes through the network that made gradients, forward and backward, so far as a trace shows them.
 
     Attributes:
-      held: bytes that the last operations before the gradients read, which stay alive if all of these are put off.
-      flops: of matmuls and convolutions.
-      scaled: whether a gradient is a multiple by a number that needs others: clipped by their norm, outside.
+      held: bytes that the last operations before the gradients read; they stay alive if all of these are put off.
+      flops: floating point operations of matmuls and convolutions.
+      scaled: whether a gradient is scaled by a number that needs others, as clipping by their norm outside does.
     """
 
     held: int
@@ -114,8 +114,8 @@ _LOOPS = frozenset(("scan", "while", "cond"))
 def backward_of(gradients: Sequence[Any]) -> Backward | None:
     """The passes that made traced gradients.
 
-    ``None`` where no large one is made in a trace: arguments, or what ``vmap`` or a derivative around the update
-    traces.
+    ``None`` if no large gradient is made in a trace: they are arguments, or ``vmap`` or a derivative around the update
+    traces them.
     """
     large = [x for x in gradients if math.prod(np.shape(x)) >= LARGE and equation_of(x) is not None]
     if not large:
@@ -131,7 +131,7 @@ def backward_of(gradients: Sequence[Any]) -> Backward | None:
 
 
 def _passes(gradients: Sequence[Var], eqns: Sequence[Equation]) -> Backward:
-    """Back from gradients to the operations that make them, through scaling and the like."""
+    """Go back from gradients to the operations that make them, through scaling and the like."""
     makers = {v: eqn for eqn in eqns for v in eqn.outvars}
     held, scales, ends = dict[Var, None](), list[Var](), set[int]()
     visited, todo = set[Var](), [*gradients]

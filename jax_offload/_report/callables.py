@@ -29,7 +29,7 @@ def is_jit(step: Any) -> bool:
 
 
 def opened(step: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
-    """A step without the partials and the bound methods around it, with the arguments that these add."""
+    """Return a step without the partials and bound methods around it, and its arguments with those that they add."""
     kwargs = dict(kwargs)
     while True:
         if isinstance(step, functools.partial):
@@ -41,7 +41,7 @@ def opened(step: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple
 
 
 def unwrapped(step: Any) -> Callable[..., Any]:
-    """The function under a ``jit``, which is traced again, without that ``jit``."""
+    """Return the function under a ``jit``, to be traced without that ``jit``."""
     if hasattr(step, "whole_step"):
         return step.whole_step
     # jax accepts no compiler_options in a jit inside another.
@@ -106,9 +106,9 @@ def jitted(
 
 
 def replaced(args: Sequence[Any], results: Any) -> dict[int, Any]:
-    """The arguments that a step hands on, by their place, with the results that take theirs in the next step.
+    """Match a step's arguments, by their place, with the results that replace them in the next step.
 
-    These are the results, or the first of several, of the same structure, shapes and dtypes.
+    An argument takes the first unused result that has its structure, shapes and dtypes.
     """
 
     def types_of(x: Any) -> Any:

@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jax_offload._base.barriers import together
 from jax_offload._base.jaxprs import (
     REFERENCES,
     Atom,
@@ -35,20 +36,19 @@ from jax_offload._base.jaxprs import (
     without_dead_code,
 )
 from jax_offload._base.memory import is_host_aval
-from jax_offload._base.own_primitives import params_of
 from jax_offload._base.private import without_references
 from jax_offload._emit.find import holds_update, is_update
-from jax_offload._emit.region import Update
 from jax_offload._ir.branches import choice
 from jax_offload._ir.primitives import is_cheap
 from jax_offload._ir.program import Builder, Program, flat, rebuilt, replaced, traced_for, without_round_trips
 from jax_offload._ir.slices import slice_of
+from jax_offload._step.inlined import consisting_of, equation_of, localised
 
 _MOST_UNROLLED = 256
 
 
 def canonical(program: Program) -> Program:
-    """Return the step's program in that form, with the same inputs and results."""
+    """Return the step's program in the one form, with the same inputs and results."""
     program = always_updating(dereferenced(program))
     for at in [k for k, eqn in enumerate(program.eqns) if eqn.primitive.name == "scan"][::-1]:
         program = _by_rows(program, at)
@@ -66,9 +66,9 @@ def dereferenced(program: Program, *, any_jit: bool = False) -> Program:
 
 
 def always_updating(program: Program) -> Program:
-    """Move updates out of branches that hold nothing dear beside them.
+    """Move updates out of branches that hold nothing costly beside them.
 
-    An update that goes on with another's state stays in its branch.
+    An update that continues from another update's state stays in its branch.
     """
     inputs = {*program.inputs}
 
@@ -80,7 +80,7 @@ def always_updating(program: Program) -> Program:
 
 
 def _unbranched(new: Builder, eqn: Equation, operands: list[Atom]) -> Sequence[Atom] | None:
-    """The results of a ``cond`` around updates, which run outside of it; ``None`` for any other equation."""
+    """Run the updates in a ``cond`` outside of it, and return its results; ``None`` for any other equation."""
     if eqn.primitive.name != "cond" or eqn.effects or not holds_update(eqn):
         return None
     branches = [rebuilt(flat(branch), _unbranched) for branch in branches_of(eqn)]
@@ -94,53 +94,43 @@ def _unbranched(new: Builder, eqn: Equation, operands: list[Atom]) -> Sequence[A
     unknown = {v for each in eqns for v in each.outvars}
     found = dict[int, Atom]()
     for each in eqns:
+        made = {*each.outvars}
         if is_update(each):
             own = {k: xs for k, xs in enumerate(cases) if _is_only_made_by(each, xs, unknown)}
             others = {v for k, xs in enumerate(cases) if k not in own for v in variables(xs)}
             each, chosen = _choosing(each, which, own, read | others)
             found |= chosen
-        unknown -= {*each.outvars}
+        unknown -= made
         new.eqns.append(each)
     return [found[k] if k in found else choice(new, which, xs) for k, xs in enumerate(cases)]
 
 
 def _is_only_made_by(eqn: Equation, xs: Sequence[Atom], unknown: Set[Var]) -> bool:
-    """Whether one of some values is made by an equation, and the others are known before it."""
+    """Whether an equation makes exactly one of some values, and the others are known before it runs."""
     return [v in eqn.outvars for v in variables(xs) if v in unknown] == [True]
 
 
 def _choosing(
     eqn: Equation, which: Atom, cases: Mapping[int, Sequence[Atom]], read: Set[Var]
 ) -> tuple[Equation, dict[int, Atom]]:
-    """An update that makes some choices between its results and other values, and what it makes of each.
+    """Let an update choose between its results and other values; return its equation, and the result of each choice.
 
-    ``read``: its own results that something reads.
+    ``read``: those of its own results that something else reads.
     """
-    update: Update = eqn.params["update"]
-    program, olds = update.program, update.next_values
-    named: dict[Any, str] = {**update.names}
-    pairs = [*zip(eqn.invars, update.operands, strict=True), *zip(eqn.outvars, program.outputs, strict=True)]
-    names: dict[Var, Atom] = {v: x for v, x in pairs if isinstance(v, Var)}
-    more = [v for v in dict.fromkeys(variables([which, *(x for xs in cases.values() for x in xs)])) if v not in names]
-    inputs = [Var(v.aval) for v in more]
-    names |= zip(more, inputs, strict=True)
-    inner = Builder(list(program.eqns))
-    chosen = [choice(inner, renamed(names, which), [renamed(names, x) for x in xs]) for xs in cases.values()]
-    kept = [(v, x) for v, x in zip(eqn.outvars, program.outputs, strict=True) if v in read]
-    made = [next(names[v] for v in variables(xs) if v in eqn.outvars) for xs in cases.values()]
-    outputs = [*(x for _, x in kept), *chosen]
-    program = dataclasses.replace(program, inputs=[*program.inputs, *inputs], outputs=outputs, eqns=inner.eqns)
-    program = without_round_trips(program)
-    same = dict(zip(variables(program.outputs), [*(x for _, x in kept), *made], strict=True))
+    update = localised(eqn)
+    inner = Builder([*update.program.eqns])
+    chosen = [choice(inner, which, xs) for xs in cases.values()]
+    made = [next(v for v in variables(xs) if v in eqn.outvars) for xs in cases.values()]
+    kept = [v for v in eqn.outvars if v in read]
+    program = without_round_trips(dataclasses.replace(update.program, eqns=inner.eqns, outputs=[*kept, *chosen]))
+    results = variables(program.outputs)[len(kept) :]
+    olds, names = update.next_values, update.names
     update = dataclasses.replace(
-        update.replanned(program, update.gradients),
-        next_values={new: olds[x] for new, x in same.items() if isinstance(x, Var) and x in olds},
-        names={**update.names, **{new: named[x] for new, x in same.items() if x in named}},
+        consisting_of(update, program.eqns, {*kept, *results}),
+        next_values={**olds, **{new: olds[v] for new, v in zip(results, made, strict=True) if v in olds}},
+        names={**names, **{new: names[v] for new, v in zip(results, made, strict=True) if v in names}},
     )
-    results = [Var(v.aval) for v in program.outputs[len(kept) :]]
-    outvars = [*(v for v, _ in kept), *results]
-    eqn = eqn.replace(invars=[*eqn.invars, *more], outvars=outvars, params=params_of(update))
-    return eqn, dict(zip(cases, results, strict=True))
+    return equation_of(update, eqn), dict(zip(cases, results, strict=True))
 
 
 # Layers by their numbers -------------------------------------------------------------------------------------------
@@ -204,9 +194,9 @@ def _is_zeros(x: Atom, eqns: Any) -> bool:
 
 
 def _are_numbers_of_rows(program: Program, at: int, body: Program, starts: Sequence[Sequence[Atom]]) -> bool:
-    """Whether all of these, where rows begin in the body of a scan, are the iteration's number and then zeros.
+    """Whether all of these indices, where rows begin in the body of a scan, are the iteration's number and then zeros.
 
-    What they are made of is no argument of the step, so it is computed here.
+    They depend on no argument of the step, so they are computed here.
     """
     eqn = program.eqns[at]
     scan = scan_of(eqn)
@@ -241,27 +231,22 @@ def _over_rows(
     summed: Mapping[int, tuple[Equation, Equation]],
     eqn: Equation,
 ) -> Program:
-    """The scan, which reads the consts ``read`` by rows, and stacks the rows that the carries ``summed`` add up."""
+    """Build the scan that reads the consts ``read`` by rows and stacks the rows that the carries ``summed`` add up."""
     n, m = len(scan.consts), len(scan.init)
-    sums = {id(each) for pair in summed.values() for each in pair}
-    rows = {out: row.invars[1] for k, (add, row) in summed.items() for out in add.outvars}
-    taken = {id(each): Var(each.outvars[0].aval) for own in read.values() for each in own}
-    names: dict[Var, Atom] = {each.outvars[0]: taken[id(own[0])] for own in read.values() for each in own}
-    eqns = [each.replace(invars=[renamed(names, v) for v in each.invars])
-            for each in body.eqns if id(each) not in sums and id(each) not in taken]  # fmt: skip
-    own_xs = [taken[id(own[0])] for own in read.values()]
+    rows = {k: Var(own[0].outvars[0].aval) for k, own in read.items()}
+    new = Builder(names={each.outvars[0]: rows[k] for k, own in read.items() for each in own})
+    gone = {id(each) for group in (*read.values(), *summed.values()) for each in group}
+    for each in body.eqns:
+        if id(each) not in gone:
+            new.put(each)
     inputs = [v for k, v in enumerate(body.inputs) if k not in read and k - n not in summed]
     carried = [k for k in range(m) if k not in summed]
-    outputs = [
-        *(body.outputs[k] for k in carried),
-        *body.outputs[m:],
-        *(rows[add.outvars[0]] for add, _ in summed.values()),
-    ]
-    run_body = jax_fun(dataclasses.replace(
-        body, inputs=[*inputs, *own_xs], outputs=[renamed(names, v) for v in outputs], eqns=eqns).closed)  # fmt: skip
+    outputs = [*(body.outputs[k] for k in carried), *body.outputs[m:], *(row.invars[1] for _, row in summed.values())]
+    taken = dataclasses.replace(body, inputs=[*inputs, *rows.values()], outputs=new.read(outputs), eqns=new.eqns)
+    run_body = jax_fun(taken.closed)
 
     def with_rows(*args: Any) -> list[Any]:
-        k = len(args) - len(own_xs)
+        k = len(args) - len(rows)
         results = run_body(*args[:k], *(row[None] for row in args[k:]))
         k = len(results) - len(summed)
         return [*results[:k], *(row[0] for row in results[k:])]
@@ -331,3 +316,61 @@ def _unrolled(program: Program) -> Program:
 
 def _all_in(eqn: Equation, known: Set[Var]) -> bool:
     return all(isinstance(v, Var) and v in known for v in eqn.invars)
+
+
+# One iteration by itself: the microbatch whose pass can host the update ----------------------------------------------
+#
+# This is the last one, whose backward pass completes the sum of all gradients, or the first one, whose forward pass is
+# the first to read new parameters.
+
+
+def why_not_peeled(program: Program, at: int) -> str:
+    """Why no iteration of equation ``at`` of ``program``, a scan, can run by itself; empty if one can."""
+    eqn = program.eqns[at]
+    scan = scan_of(eqn)
+    if scan is None or not scan.length:
+        return "it has no iterations"
+    if eqn.effects:
+        return "it has effects, such as a callback, whose order would change"
+    if any(is_host_aval(v.aval) for v in (*scan.xs, *scan.ys)):
+        return "it reads or makes rows in host memory, which would be copied there"
+    return ""
+
+
+def peeled(program: Program, at: int, *, first: bool = False) -> Program:
+    """Take the last iteration, or the first, out of equation ``at`` of ``program``, a scan, and inline it."""
+    eqn = program.eqns[at]
+    scan = scan_of(eqn)
+    assert scan is not None  # else there is a reason
+    body = jax_fun(scan.body)
+    in_front = first != scan.reverse  # which row the iteration has
+    others, apart = (slice(1, None), 0) if in_front else (slice(-1), -1)
+
+    def run(*operands: Any) -> list[Any]:
+        consts, init, xs = scan.parted(operands)
+
+        def one(carry: list[Any], x: list[Any]) -> tuple[list[Any], list[Any]]:
+            produced = body(*consts, *carry, *x)
+            return produced[: len(init)], produced[len(init) :]
+
+        # Rows are taken by number, because slices of the batches would be copies.
+        def at(*args: Any) -> list[Any]:
+            *given, k = args
+            return body(*given, *(jax.lax.dynamic_index_in_dim(x, k, keepdims=False) for x in xs))
+
+        mine = [x[apart] for x in xs]
+        if scan.length == 1:
+            carry, y = one(init, mine)
+            return [*carry, *(row[None] for row in y)]
+        y: list[Any] = []
+        if first:
+            init, y = one(init, mine)
+        numbers = np.arange(scan.length, dtype=np.int32)[others]
+        carry, ys = scan.run(at, consts, init, [numbers], scan.length - 1)
+        if not first:
+            # It waits for the others: its pass needs nothing from them, and would keep its activations beside theirs.
+            carry, y = one(*together((carry, mine)))
+        pairs = ([row[None], rows] if in_front else [rows, row[None]] for rows, row in zip(ys, y, strict=True))
+        return [*carry, *map(jnp.concatenate, pairs)]
+
+    return replaced(program, at, traced_for(eqn, run))

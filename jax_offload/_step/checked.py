@@ -1,4 +1,4 @@
-"""The check of what a step is rewritten to, before it runs.
+"""Check a rewritten step before it runs.
 
 A policy decides what runs where. If it leaves out an operand, or frees a buffer too early, the step that was written
 runs instead: a fault costs time, and never a crash or a number.
@@ -7,34 +7,20 @@ runs instead: a fault costs time, and never a crash or a number.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Sequence, Set
-from typing import NamedTuple
+from collections.abc import Iterable, Sequence
 
 from jax_offload._base.jaxprs import Atom, Equation, Var, inner_of, variables
 from jax_offload._base.memory import is_host_aval
 from jax_offload._emit.find import is_update
 from jax_offload._ir.program import Program
+from jax_offload._ir.propagate import Node
 
 
 class CannotRewrite(Exception):
     """A rewritten step is not the step that was written."""
 
 
-class Runs(NamedTuple):
-    """A part of a schedule.
-
-    Attributes:
-      reads: its operands.
-      makes: its results.
-      takes: operands whose buffers it overwrites or frees.
-    """
-
-    reads: Sequence[Var]
-    makes: Sequence[Var]
-    takes: Set[Var] = frozenset()
-
-
-def check_order(parts: Sequence[Runs], given: Iterable[Var], results: Iterable[Var]) -> None:
+def check_order(parts: Sequence[Node], given: Iterable[Var], results: Iterable[Var]) -> None:
     """Check that each operand is given or made earlier, and that no buffer is read after a part has taken it.
 
     Raises:
@@ -62,7 +48,7 @@ def check_program(program: Program) -> None:
     Raises:
       CannotRewrite: an operand is missing, or two types differ.
     """
-    parts = [Runs(variables(eqn.invars), eqn.outvars) for eqn in program.eqns]
+    parts = [Node(eqn, variables(eqn.invars), eqn.outvars) for eqn in program.eqns]
     check_order(parts, program.inputs, variables(program.outputs))
     for eqn in program.eqns:
         _check_calls(eqn)

@@ -1,7 +1,7 @@
-"""A traced training step, cut at its updates: what comes before, the updates, and what comes after.
+"""Cut a traced training step at its updates into the part before, the updates, and the part after.
 
-The step in one piece runs inside one ``jit``. Cut, its updates can run elsewhere than its model: turned around, so that
-they lie beside the next forward pass; on the host; or in groups, while their state could come from files.
+A step in one piece runs inside one ``jit``. The updates of a cut step can run apart from its model: beside the next
+forward pass, on the host, or in groups whose state comes from files.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ class Cut:
 
     Attributes:
       program: the step.
-      before: the forward and the backward pass, and all else that needs no result of an update: the loss, a metric.
-      update: the updates, and what lies between two of them.
-      after: what needs their results, and no update needs.
+      before: the forward and the backward pass, and everything else that needs no result of an update (a loss).
+      update: the updates, and the equations between two of them.
+      after: the equations that need results of an update, and that no update needs.
     """
 
     program: Program
@@ -42,8 +42,8 @@ class Cut:
 def cut_step(program: Program) -> Cut:
     """Cut a step's program, in which every ``jit`` is inlined, at its updates.
 
-    A branch, a loop (gradient accumulation that updates inside), ``shard_map`` or ``jax.checkpoint`` in which an update
-    stands goes with it as a whole.
+    A branch, a loop (gradient accumulation that updates inside), ``shard_map`` or ``jax.checkpoint`` that holds an
+    update belongs to the updates as a whole.
 
     Raises:
       ValueError: no ``offload`` updates anything in the step, or it has effects whose order a cut would lose.
@@ -76,7 +76,7 @@ def cut_step(program: Program) -> Cut:
 
 
 def unguarded(program: Program) -> Program:
-    """The program without what keeps donation safe, which whoever jits its parts does."""
+    """The program without its donation guards, because whoever jits its parts adds guards again."""
     return rebuilt(program, lambda _, eqn, ins: ins if is_guard(eqn) else None)
 
 

@@ -1,20 +1,24 @@
-"""A whole step with its updates inlined, and the values whose next values its results are."""
+"""Inline a step's updates, and find which result is the next value of which argument."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
+from typing import TypeVar
 
 from jax_offload._base.arrays import nbytes
-from jax_offload._base.jaxprs import Atom, DropVar, Equation, Literal, Var, renamed, variables
+from jax_offload._base.jaxprs import Atom, DropVar, Equation, Literal, Var, variables
 from jax_offload._base.memory import is_host_aval
+from jax_offload._base.own_primitives import params_of
 from jax_offload._emit.find import is_update
 from jax_offload._emit.region import Update
 from jax_offload._ir.primitives import CHECKPOINT
-from jax_offload._ir.program import Program, decomposed, flat
+from jax_offload._ir.program import Builder, Program, decomposed, flat
 from jax_offload._plan.decide import FLOPS_PER_BYTE
 from jax_offload._plan.gates import is_heavy_equation
 from jax_offload._plan.transfers import same_type
+
+T = TypeVar("T")
 
 # ---- checkpointed blocks, opened where gates are to stand between the gradients that one makes
 
@@ -44,11 +48,11 @@ def _has_time(update: Update) -> bool:
 
 
 def _making_several(program: Program) -> set[int]:
-    """The blocks, by identity, that make gradients whose largest is at most half of all. Gradients are results that no
-    pass through the network needs, only an update, a norm, or the caller."""
+    """The identities of the blocks that make several gradients, none of them more than half of their bytes. Gradients
+    are results that no pass through the network needs, but only an update, a norm, or the caller."""
     needed, found = set[Var](), set[int]()
     for eqn in reversed(program.eqns):
-        if is_update(eqn):  # of its results a pass may be made, by which its gradients are none of it
+        if is_update(eqn):  # a pass may read its results, and its gradients still belong to no such pass
             continue
         gradients = [nbytes(v.aval) for v in eqn.outvars if v not in needed and not isinstance(v, DropVar)]
         if _is_apart(eqn) and gradients and 2 * max(gradients) <= sum(gradients):
@@ -66,17 +70,58 @@ def _is_apart(eqn: Equation) -> bool:
     return all(said) if isinstance(said, tuple) else said
 
 
-@dataclasses.dataclass(frozen=True)
-class Own:
-    """An equation of an update.
+# ---- updates in the variables of the step around them
 
-    Attributes:
-      update: the number of the update among the step's updates.
-      equation: the equation in the update's own program.
-    """
 
-    update: int
-    equation: Equation
+def localised(eqn: Equation) -> Update:
+    """Return the update of an equation in the step's variables: its operands and its results are the equation's."""
+    update: Update = eqn.params["update"]
+    recipe, operands = update.program, update.operands
+    new = Builder(names=dict(zip(recipe.inputs, eqn.invars, strict=True)))
+    results = zip(variables(recipe.outputs), eqn.outvars, strict=True)
+    new.copy(*recipe.eqns, results={v: x for v, x in results if not isinstance(x, DropVar)})
+
+    def local(leaves: Iterable[Var]) -> frozenset[Var]:
+        return frozenset(variables(new.read(v for v in leaves if v in new.names)))
+
+    def by_variable(known: Mapping[Var, T]) -> dict[Var, T]:
+        return {x: fact for v, fact in known.items() if isinstance(x := new.names.get(v), Var)}
+
+    inputs = {v: k for k, v in enumerate(dict.fromkeys(variables(new.read(recipe.inputs))))}
+    gradients = dict.fromkeys(variables(new.read(operands[i] for i in update.gradients)))
+    olds = by_variable({v: new.names.get(old) for v, old in update.next_values.items()})
+    program = dataclasses.replace(
+        recipe, inputs=[*inputs], outputs=new.read(recipe.outputs), eqns=new.eqns, shards=by_variable(recipe.shards)
+    )
+    return dataclasses.replace(
+        update.replanned(program, tuple(inputs[v] for v in gradients)),
+        names=by_variable(update.names),
+        rank=by_variable(update.rank),
+        next_values={v: old for v, old in olds.items() if isinstance(old, Var)},
+        claims=[
+            dataclasses.replace(
+                each, leaves=local(each.leaves), on_cores=local(each.on_cores), on_disk=local(each.on_disk)
+            )
+            for each in update.claims
+        ],
+    )
+
+
+def consisting_of(update: Update, eqns: Sequence[Equation], wanted: Set[Var]) -> Update:
+    """Return an update that consists of some equations, and makes those of their results that are wanted."""
+    recipe, defined = update.program, {v for eqn in eqns for v in eqn.outvars}
+    read = dict.fromkeys(v for eqn in eqns for v in variables(eqn.invars) if v not in defined)
+    inputs = {v: k for k, v in enumerate(dict.fromkeys([*(v for v in recipe.inputs if v in read), *read]))}
+    outputs: list[Atom] = [v for eqn in eqns for v in eqn.outvars if v in wanted]
+    program = dataclasses.replace(recipe, inputs=[*inputs], outputs=outputs, eqns=list(eqns), consts=[])
+    operands = update.operands
+    return update.replanned(program, tuple(inputs[v] for i in update.gradients if (v := operands[i]) in inputs))
+
+
+def equation_of(update: Update, like: Equation) -> Equation:
+    """Return the equation of a localised update, which takes another one's place."""
+    results = variables(update.program.outputs)
+    return like.replace(invars=update.operands, outvars=results, params=params_of(update), effects=update.effects)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,83 +130,55 @@ class Inlined:
 
     Attributes:
       program: the step.
-      updates: the updates, in the order of the step.
-      own: the equations of the updates, by identity.
-      operands: an update's input -> the step's operand.
+      updates: the updates in the order of the step, localised.
+      own: the equations of the updates, by identity, each with the number of its update.
       next_of: result -> the variable of the step that it is the next value of.
       waiting: the same of gradients that wait in host memory for the next step.
-      stays: why leaves do not move.
     """
 
     program: Program
     updates: tuple[Update, ...]
-    own: Mapping[int, Own]
-    operands: Mapping[Var, Atom]
+    own: Mapping[int, int]
     next_of: Mapping[Var, Var]
     waiting: Mapping[Var, Var]
-    stays: tuple[str, ...] = ()
 
     @property
     def gradients(self) -> list[Var]:
-        """The gradients of all updates, as variables of the step."""
-        found = [(update, i) for update in self.updates for i in update.gradients]
-        return variables([renamed(self.operands, update.operands[i]) for update, i in found])
+        """The gradients of all updates."""
+        return [v for update in self.updates for v in map(update.operands.__getitem__, update.gradients)]
 
     @property
     def names(self) -> dict[Var, str]:
-        """The names of the states' leaves and of their next values, as variables of the step."""
-        pairs = [(renamed(self.operands, v), name) for update in self.updates for v, name in update.names.items()]
-        return {v: name for v, name in pairs if isinstance(v, Var)}
+        """The names of the states' leaves and of their next values."""
+        return {v: name for update in self.updates for v, name in update.names.items()}
 
 
 def inlined(program: Program) -> Inlined | None:
-    """The program with its updates inlined; ``None`` where it has none, or runs one jitted update twice."""
-    found = [eqn.params["update"] for eqn in program.eqns if is_update(eqn)]
-    if not found or runs_one_twice(found):
-        return None
-    eqns: list[Equation] = []
-    own: dict[int, Own] = {}
-    operands: dict[Var, Atom] = {}
-    results: dict[Var, Atom] = {}
-    next_of: dict[Var, Var] = {}
-    shards = dict(program.shards)
+    """Return the program with its updates inlined; ``None`` where it has none."""
+    eqns, updates, own = list[Equation](), list[Update](), dict[int, int]()
+    next_of, shards = dict[Var, Var](), dict(program.shards)
     for eqn in program.eqns:
-        ins = [renamed(results, v) for v in eqn.invars]
         if not is_update(eqn):
-            eqns.append(eqn.replace(invars=ins))
+            eqns.append(eqn)
             continue
-        update: Update = eqn.params["update"]
-        recipe = update.program
-        given = dict(zip(recipe.inputs, ins, strict=True))
-        for each in decomposed(recipe.eqns):
+        update = localised(eqn)
+        for each in decomposed(update.program.eqns):
             line = each.source_info.replace(traceback=eqn.source_info.traceback)  # of the user's call
-            new = each.replace(invars=[renamed(given, v) for v in each.invars], source_info=line)
-            own[id(new)] = Own(found.index(update), each)
-            eqns.append(new)
-        operands |= given
-        results |= {v: renamed(given, made) for v, made in zip(eqn.outvars, recipe.outputs, strict=True)}
-        # An update that is the rest of one has not all of its arguments left, nor makes all of its results.
-        made = {v for each in recipe.eqns for v in each.outvars}
-        left = {v: given[old] for v, old in update.next_values.items() if old in given and v in made}
-        pairs = {v: x for v, x in left.items() if not isinstance(x, Literal)}
-        divided = {x: n for v, n in recipe.shards.items() if v in given and not isinstance(x := given[v], Literal)}
-        shards |= divided
+            eqns.append(each.replace(source_info=line))
+            own[id(eqns[-1])] = len(updates)
+        updates.append(update)
+        # An update that is the rest of one does not make all of its results.
+        pairs = {v: update.next_values[v] for v in eqn.outvars if v in update.next_values}
+        shards |= update.program.shards
         shards |= {v: shards[x] for v, x in pairs.items() if x in shards and v.aval.shape == x.aval.shape}
         next_of |= pairs
-    outputs = [renamed(results, v) for v in program.outputs]
-    step = dataclasses.replace(program, eqns=eqns, outputs=outputs, shards=shards)
-    return Inlined(step, tuple(found), own, operands, next_of, _waiting(step, next_of))
-
-
-def runs_one_twice(updates: Sequence[Update]) -> bool:
-    """Whether two updates are one trace, of a jitted function that is called twice: their variables are the same."""
-    inputs = [v for update in updates for v in update.program.inputs]
-    return len({*inputs}) < len(inputs)
+    step = dataclasses.replace(program, eqns=eqns, shards=shards)
+    return Inlined(step, tuple(updates), own, next_of, _waiting(step, next_of)) if updates else None
 
 
 def _waiting(program: Program, next_of: Mapping[Var, Var]) -> dict[Var, Var]:
-    """Result that a step sends to the host -> the argument there whose rows it may be written over: one of its type
-    that is nobody's old value."""
+    """Map each result that a step sends to the host to the argument there that it may overwrite: one of its type that
+    is no other result's old value."""
     moved = {eqn.outvars[0] for eqn in program.eqns if eqn.primitive.name == "device_put"}
     results = [v for v in dict.fromkeys(variables(program.outputs)) if v in moved and is_host_aval(v.aval)]
     taken = {*next_of.values(), *variables(program.outputs)}

@@ -1,4 +1,4 @@
-"""Whether a step returns its updates' results; if it does not, it most likely should."""
+"""Find the results of updates that a step does not return, which is most likely a mistake."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Unreturned:
 def unreturned(program: Program) -> Unreturned | None:
     """The results of its updates that a step does not return; ``None`` if it has no updates, or returns all results.
 
-    A state that is returned neither old nor new is not missed: that is how one looks at an update.
+    A state that is returned neither old nor new is not missed, because a step that inspects an update does that.
     """
     program = unguarded(program)
     holding = [eqn for eqn in program.eqns if holds_update(eqn)]
@@ -40,7 +40,8 @@ def unreturned(program: Program) -> Unreturned | None:
         return None
     outputs = {*variables(program.outputs)}
     _, used = needed_for(program.eqns, outputs)
-    results = made_of(program.eqns, holds_update) & outputs
+    updating = {id(eqn) for eqn in holding}
+    results = made_of(program.eqns, lambda eqn: id(eqn) in updating) & outputs
     if not results:
         return Unreturned("nothing that the step returns is made by its update")
     handed_on = outputs & {*program.inputs}
@@ -87,7 +88,7 @@ def _others(eqn: Equation) -> list[Var]:
     return [v for x, v in pairs if isinstance(x, Var) and x not in update.names]
 
 
-# ---- which arguments of a step its results carry on
+# ---- which arguments of a step its results continue
 
 UPDATED: Mask = 1
 """The bit for an update's results; callers number the arguments with the other bits."""
@@ -96,11 +97,11 @@ _ROWS = ELEMENTWISE | {"broadcast_in_dim", "reshape", "squeeze", "expand_dims", 
 
 
 def origins_of(program: Program, arguments: Mapping[Var, Mask]) -> list[Mask]:
-    """For each result, the bits of the arguments that it is elementwise arithmetic on, and ``UPDATED`` if it is
-    arithmetic on what an update makes.
+    """For each result, the bits of the arguments from which elementwise arithmetic makes it, and ``UPDATED`` if an
+    update's result is among its operands.
 
-    An update hands on the bits of the argument whose next value a result is, and of nothing else that it reads: a
-    gradient says where parameters go, not which array they are.
+    A result of an update has the bits of the argument that it is the next value of, and of nothing else that the
+    update reads: a gradient says where parameters go, not which array they are.
     """
     program = unguarded(program)
     env = {v: arguments.get(v, 0) for v in program.inputs}

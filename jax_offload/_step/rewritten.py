@@ -1,11 +1,11 @@
-"""A whole step, rewritten: updates run where their gradients are made."""
+"""Rewrite a whole step so that updates run where their gradients are made."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Any
 
 import jax
@@ -37,19 +37,19 @@ from jax_offload._base.jaxprs import (
 from jax_offload._base.memory import is_host_aval, on_host
 from jax_offload._base.on_disk import READ, is_on_disk
 from jax_offload._emit.chunks import or_batched
-from jax_offload._emit.find import holds_driven_update, holds_update, is_update
+from jax_offload._emit.find import holds_update, is_update
 from jax_offload._emit.hoisted import scanned
 from jax_offload._emit.region import Update, bound, marked
 from jax_offload._emit.rows import Names
 from jax_offload._emit.run import functions
 from jax_offload._ir.program import Program, expanded, flat, replaced, traced_for, without_effects_of_axes
+from jax_offload._ir.propagate import Node
 from jax_offload._ir.slices import Slice
 from jax_offload._plan.gates import Gate, Piece
 from jax_offload._plan.in_scan import InScan
 from jax_offload._step.canonical import canonical
-from jax_offload._step.checked import CannotRewrite, Runs, check_order, check_program, tell
-from jax_offload._step.inlined import runs_one_twice
-from jax_offload._step.parts import Part, Parts, Rest, parts_of
+from jax_offload._step.checked import CannotRewrite, check_order, check_program, tell
+from jax_offload._step.parts import Parts, parts_of
 from jax_offload._step.returned import unreturned
 
 Drive = Callable[[ClosedJaxpr, Any, Set[int | str]], Any]
@@ -60,9 +60,9 @@ def rewritten(step: Callable[..., Any], drive: Drive | None = None) -> Callable[
 
     Args:
       step: a function; arguments of it that hold no traced value are static.
-      drive: returns what takes the place of the results where Python is to drive the step, or a part of its state is on
-        disk, which is no operand of any program: given its closed jaxpr, the structure of the results, and the numbers
-        and names of static arguments. ``None``: the step stays unchanged.
+      drive: called if Python is to drive the step, or a part of its state is on disk and so cannot be an operand of a
+        program, with the closed jaxpr, the structure of the results, and the numbers and names of static arguments;
+        returns the value that replaces the results. ``None``: the step stays unchanged.
     """
 
     @functools.wraps(step)
@@ -97,16 +97,19 @@ def _is_static(x: Any) -> bool:
 
 
 def is_driven(closed: ClosedJaxpr) -> bool:
-    """Whether Python is to drive a step: for one of its results the host's cores update, or files are read."""
+    """Whether Python is to drive a step, because one of its results needs the host's cores or files."""
+    return any(map(_holds_driven, closed.jaxpr.eqns)) and any(
+        map(_holds_driven, without_dead_code(closed.jaxpr)[0].eqns)
+    )
 
-    def driven(eqn: Equation) -> bool:
-        return holds_driven_update(eqn) or holds(eqn, lambda each: each.primitive is READ)
 
-    return any(map(driven, closed.jaxpr.eqns)) and any(map(driven, without_dead_code(closed.jaxpr)[0].eqns))
+def _holds_driven(eqn: Equation) -> bool:
+    """Whether an equation is or holds an update that Python drives, or the read of a leaf from disk."""
+    return holds(eqn, lambda each: each.primitive is READ or (is_update(each) and each.params["update"].driven))
 
 
 def emitted(closed: ClosedJaxpr, args: Sequence[Any]) -> list[Any]:
-    """The step's results, of its flat arguments."""
+    """Emit the step into the current trace, and return its results for flat arguments."""
     program = flat(closed)
     lost = unreturned(program)
     if lost is not None and not lost.meant:
@@ -115,7 +118,7 @@ def emitted(closed: ClosedJaxpr, args: Sequence[Any]) -> list[Any]:
             "the new state, as in `params, state = jo.update_params(tx, grads, state, params)`.",
             stacklevel=2,
         )
-    if any(map(holds_driven_update, program.eqns)) or any(eqn.primitive is READ for eqn in program.eqns):
+    if any(map(_holds_driven, program.eqns)):
         return _as_it_is(closed, (_cut_at(program),), args)
     if lost is not None:
         return _as_it_is(closed, (lost.why,), args)
@@ -131,11 +134,11 @@ def emitted(closed: ClosedJaxpr, args: Sequence[Any]) -> list[Any]:
         if (by_step := _by_step(closed, program)) is not None:
             return jax_fun(by_step)(*args)
         return _as_it_is(closed, _why_not(closed, program), args)
-    return _as_it_is(closed, found.step.stays, args)
+    return _as_it_is(closed, found.stays, args)
 
 
 def _traced(found: Parts, args: Sequence[Any]) -> list[Any]:
-    """The results of the parts, traced and checked by themselves first: a step that fails leaves nothing behind."""
+    """Run the parts. They are traced and checked by themselves first, so that a failure leaves nothing in the trace."""
     traced, _ = jaxpr_of(lambda *args: _in_parts(found, args), *args)
     return jax_fun(traced)(*args)
 
@@ -146,66 +149,51 @@ def _in_parts(found: Parts, args: Sequence[Any]) -> list[Any]:
     Raises:
       CannotRewrite: a part lacks an operand, or makes another result.
     """
-    step, program = found.step, found.step.program
-    check_order([*map(_as_run, found.parts)], program.inputs, variables(program.outputs))
+    program, names = found.step.program, found.step.names
+    check_order(found.parts, program.inputs, variables(program.outputs))
     env: dict[Var, Any] = dict(zip(program.inputs, [*program.consts, *args], strict=True))
-    names = step.names
     for part in found.parts:
-        if isinstance(part, Gate):
-            gate(env, part.held, part.waits_for)
+        if isinstance(part.payload, Gate):
+            gate(env, part.payload.held, part.payload.waits_for)
             continue
-        for v, x in _results_of(part, env, names):
+        results = _run(part, [env[v] for v in part.reads], names, found.stays)
+        for v, x in zip(part.makes, results, strict=True):
             if (x.shape, x.dtype, on_host(x)) != (v.aval.shape, v.aval.dtype, is_host_aval(v.aval)):
                 raise CannotRewrite(f"a part makes {jax.typeof(x)} in place of {v.aval}")
             env[v] = x
     return guarded(values_of(env, program.outputs), list(args))
 
 
-def _as_run(part: Part) -> Runs:
-    """A part as the check sees it. It takes no buffer: where another part reads what one overwrites, XLA copies."""
-    match part:
-        case Slice():
-            return Runs(part.inputs, part.outputs)
-        case Gate():
-            return Runs([*part.held, *part.waits_for], ())
-        case InScan():
-            return Runs(part.operands, part.makes)
-        case Piece():
-            return Runs(part.slice.inputs, part.slice.outputs)
-        case Rest():
-            return Runs(variables(part.operands), variables(part.update.program.outputs))
+def _run(part: Node, operands: Sequence[Any], names: Names, stays: tuple[str, ...]) -> Sequence[Any]:
+    """Run a part on its operands. ``stays``: why the rest of an update does not move."""
+    this: Slice | InScan | Update | Piece = part.payload
 
+    def named(operands: Sequence[Any]) -> dict[Var, Any]:
+        return dict(zip(part.reads, operands, strict=True))
 
-def _results_of(part: Slice | InScan | Rest | Piece, env: Mapping[Var, Any], names: Names) -> Iterable[tuple[Var, Any]]:
-    """The results of a part."""
-    if isinstance(part, InScan):
-        makes, as_written = part.makes, part.as_written
+    def made(produced: Mapping[Var, Any]) -> list[Any]:
+        return [produced[v] for v in part.makes]
 
-        def inside(*operands: Any) -> list[Any]:
-            produced = scanned(part, dict(zip(part.operands, operands, strict=True)), names)
-            return [produced[v] for v in makes]
+    if isinstance(this, InScan):
+        as_written = this.as_written
 
-        def one_by_one(*operands: Any) -> list[Any]:
-            given = dict(zip(part.operands, operands, strict=True))
+        def one_by_one(*xs: Any) -> list[Any]:
+            given = named(xs)
             return as_written.run(*(given[v] for v in as_written.inputs))
 
-        run = or_batched(inside, one_by_one)
-        given = [env[v] for v in part.operands]
-        return zip(makes, marked(lambda xs: run(*xs), given, part), strict=True)
-    if isinstance(part, Rest):
-        operands = values_of(env, part.operands)
-        return zip(variables(part.update.program.outputs), bound(part.update, operands), strict=True)
-    if isinstance(part, Piece) and part.how is not None:
-        planned, s = part.how, part.slice
+        run = or_batched(lambda *xs: made(scanned(this, named(xs), names)), one_by_one)
+        return marked(lambda xs: run(*xs), operands, this)
+    if isinstance(this, Update):
+        return bound(dataclasses.replace(this, stays=stays), operands)
+    if isinstance(this, Piece) and (planned := this.how) is not None:
 
         def piece(operands: Sequence[Any]) -> list[Any]:
-            inner = dict(zip(s.inputs, operands, strict=True))
-            functions([planned], names)(planned, inner)
-            return [inner[v] for v in s.outputs]
+            env = named(operands)
+            functions([planned], names)(planned, env)
+            return made(env)
 
-        return zip(s.outputs, marked(piece, [env[v] for v in s.inputs], part), strict=True)
-    s = part.slice if isinstance(part, Piece) else part
-    return zip(s.outputs, s.run(*(env[v] for v in s.inputs)), strict=True)
+        return marked(piece, operands, this)
+    return (this.slice if isinstance(this, Piece) else this).run(*operands)
 
 
 def _cut_at(program: Program) -> str:
@@ -247,7 +235,7 @@ def _saying(closed: ClosedJaxpr, why: tuple[str, ...], but: Set[int] = frozenset
 
 
 def _by_step(closed: ClosedJaxpr, program: Program) -> ClosedJaxpr | None:
-    """A step whose only update stands in a loop over steps or in a ``shard_map``, inside which is a step of its own."""
+    """Rewrite the body of a loop over steps, or of a ``shard_map``, that holds a step's only update, as a step."""
     holding = [eqn for eqn in program.eqns if holds_update(eqn)]
     if len(holding) != 1 or closed.effects:
         return None
@@ -263,25 +251,23 @@ def _by_step(closed: ClosedJaxpr, program: Program) -> ClosedJaxpr | None:
 
 
 def _varies_behind_barriers(eqn: Equation) -> bool:
-    """Whether all that a barrier in a ``shard_map`` returns varies over its axes, as jax 0.10 has it."""
+    """Whether jax lets everything that a barrier in a ``shard_map`` returns vary over its axes, as jax 0.10 does."""
     return eqn.params["check_vma"] and jax.__version_info__ < (0, 11)
 
 
 def _steps(scan: Scan, *operands: Any) -> list[Any]:
-    """A loop over steps, each emitted for itself."""
+    """Run a loop over steps, and emit each step by itself."""
     carry, ys = scan.run(lambda *args: emitted(scan.body, args), *scan.parted(operands))
     return [*carry, *ys]
 
 
 def _why_not(closed: ClosedJaxpr, plain: Program) -> tuple[str, ...]:
-    """Why no update of an unchanged step moves."""
+    """Why no update moves in a step that stays unchanged."""
     inside = [eqn for eqn in plain.eqns if not is_update(eqn) and holds_update(eqn)]
     updates = [eqn for eqn in plain.eqns if is_update(eqn)]
     if (updates or inside) and (names := ordered(closed.effects)):
         whose = "" if only_callbacks(closed.effects) else f"of mutable arrays or checks ({', '.join(names)}) "
         having = next(eqn for eqn in plain.eqns if ordered(eqn.effects))
         return (located(f"the step has effects {whose}whose order would be lost", having),)
-    if runs_one_twice([eqn.params["update"] for eqn in updates]):
-        return (located("the step calls one jitted update several times; take the inner jit away", updates[-1]),)
     words = "it runs in a {} of the step, and only what each step runs once moves"
     return tuple(located(words.format(eqn.primitive.name), eqn) for eqn in inside)

@@ -55,14 +55,6 @@ def test_a_topology_that_is_none_names_those_that_are(monkeypatch):
         targets._described(targets.target_of("v5e:9x9"), "v5e:9x9")
 
 
-def test_half_of_a_plugin_says_what_to_do(monkeypatch):
-    """jax's CUDA plugin is two wheels."""
-    plugin(monkeypatch, works=True)
-    monkeypatch.setitem(sys.modules, targets._CUDA_PLUGIN, None)
-    with pytest.raises(ValueError, match=r"target: .*xla_cuda13.*pip install"):
-        targets._described(H200, "h200")
-
-
 @pytest.mark.skipif(bool(H200.missing), reason=f"{H200.missing} is not installed: pip install 'jax_offload[aot]'")
 def test_a_process_in_which_jax_had_started():
     """Without CUDA's libraries jax gives the plugin up at its start, loudly, and takes the CPU."""

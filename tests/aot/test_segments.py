@@ -13,7 +13,7 @@ from jax_offload._base.jaxprs import jaxpr_of
 from jax_offload._base.memory import is_host_aval
 from jax_offload._drive.run import Driven
 from jax_offload._drive.stages import BEFORE, GROUP
-from jax_offload._interop.xla_options import options_for_sending
+from jax_offload._interop.jit import options_for_sending
 from tests.aot.harness import H200, MIB, array, require
 
 

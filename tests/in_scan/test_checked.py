@@ -24,7 +24,7 @@ def without_a_part(parts):
 
 def with_results_exchanged(parts):
     return [
-        dataclasses.replace(part, outputs=part.outputs[::-1]) if isinstance(part, Slice) else part for part in parts
+        dataclasses.replace(part, makes=part.makes[::-1]) if isinstance(part.payload, Slice) else part for part in parts
     ]
 
 

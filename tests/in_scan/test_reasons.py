@@ -174,14 +174,5 @@ def test_effects_in_order():
 
 
 def test_a_step_without_an_update():
-    """And one whose update is jitted, and called for two networks."""
     step = lambda params, state, x: (params, state, jax.grad(loss_of)(params, x))  # noqa: E731
     assert "no update of an offload was seen in it" in " ".join(placement(jo.jit(step), TX).stays)
-    update = jax.jit(TX.update)
-
-    def twice(params, state, x):
-        grads = jax.grad(loss_of)(params, x)
-        first, state = update(grads, state, params)
-        return update(first, state, params)
-
-    assert any("jitted update" in why for why in placement(jo.jit(twice), TX).stays)

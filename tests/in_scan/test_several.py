@@ -69,6 +69,24 @@ def test_two_offloads_by_group(inner):
     assert sum(IN_BACKWARD in leaf.streams for leaf in table.leaves if leaf.host) == (3 if inner is ADAMW else 1)
 
 
+def test_one_jitted_update_that_is_called_twice_moves_twice():
+    tx = offloaded(ADAMW)
+    update = jax.jit(tx.update)
+
+    def step(a, b, s, t, x):
+        ga, gb = jax.grad(both, (0, 1))(a, b, x)
+        (ua, s), (ub, t) = update(ga, s, a), update(gb, t, b)
+        return optax.apply_updates(a, ua), optax.apply_updates(b, ub), s, t
+
+    a, b = new(0), new(1)
+    args = a, b, tx.init(a), tx.init(b), batch(0)["x"]
+    table = jo.placement(jo.jit(step), *args)
+    assert all(IN_BACKWARD in leaf.streams for leaf in table.leaves if leaf.host) and not table.stays
+    got, want = jo.jit(step)(*args), jax.jit(step)(*args)
+    assert jax.tree.map(lambda x: x.sharding, got) == jax.tree.map(lambda x: x.sharding, want)
+    assert_close(got, want, 1e-3)
+
+
 @pytest.mark.parametrize("share", ["host", pytest.param(0.5, marks=pytest.mark.long("more shares"))])
 def test_the_cores_update_one_state_twice_in_a_step(share):
     def make(tx):

@@ -137,18 +137,13 @@ def through_orbax(folder, width, layers):
 if __name__ == "__main__":
     what, folder, (host_bytes, *sizes) = sys.argv[1], Path(sys.argv[2]), map(int, sys.argv[3:])
     stages.GROUP_BYTES = 2**22
-    if what == "kill":
-        in_parts()
     if what == "orbax":
         print("MiB", *through_orbax(folder, *sizes[:2]))
         sys.exit()
     if what.startswith("limited"):
         print("MiB", limited(folder if what == "limited" else None, host_bytes, *sizes))
         sys.exit()
-    files = None if what == "host" else jo.disk(folder, host_bytes=host_bytes, commit_every=2)
-    if what == "kill":
-        files.files = Faulty()
-        train(files, *sizes[:4], kill_at=sizes[4])
-    params, state = train(files, *sizes, commits=False)
-    jax.block_until_ready(params)
-    print("MiB", peak())
+    in_parts()
+    files = jo.disk(folder, host_bytes=host_bytes, commit_every=2)
+    files.files = Faulty()
+    train(files, *sizes[:4], kill_at=sizes[4])
