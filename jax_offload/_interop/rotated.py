@@ -76,6 +76,13 @@ class Rotated:
         if why := _model_in_update(cut, dict(zip(own, owners, strict=True)), given):
             raise ValueError(f"step: {why}.")
         self._results = [program.outputs[k] for k in places]
+        moved = [k for k, v in enumerate(own) if is_host_aval(self._results[k].aval) and not is_host_aval(v.aval)]
+        if moved:
+            raise ValueError(
+                f"{names_of(carried)[moved[0]]}: {len(moved)} carried arrays arrive in device memory, this one first, "
+                "and the step returns them in host memory. Fix: move the state with jax_offload.to_host(tx, state), or "
+                "restore or describe it with the shardings of jax_offload.abstract_state(tx, params)."
+            )
         after_gradients = {v for part in (cut.update, cut.after) for v in part.outputs}
         if after_gradients.isdisjoint(variables(self._results)):
             raise ValueError(

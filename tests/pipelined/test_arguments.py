@@ -146,6 +146,16 @@ def started(step=None, tx=None, **options):
     return train, train.start(parameters(), tx.init(parameters()), batch(0))[0]
 
 
+def test_a_state_that_was_moved_to_the_device():
+    tx, params = offloaded(CLIPPED), parameters()
+    state = tx.init(params)
+    train = jo.pipelined(step_of(tx), donate_argnames=("params", "state"))
+    with pytest.raises(ValueError, match=r"^state/.*arrive in device memory.*jax_offload.to_host\(tx, state\)"):
+        train.start(params, jax.tree.map(lambda x: jax.device_put(x, jax.memory.Space.Device), state), batch(0))
+    with pytest.raises(ValueError, match=r"^state/.*jax_offload.abstract_state\(tx, params\)"):
+        jo.verify(train, *jax.eval_shape(lambda *args: args, params, state), batch(0))
+
+
 def test_a_carry_is_used_once():
     train, carry = started()
     following, _ = train(carry, batch(1))
