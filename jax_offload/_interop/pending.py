@@ -198,4 +198,7 @@ def _ahead(update: Update, gradients: Set[Var]) -> tuple[list[Equation], set[Var
         if all(needs[v] == _GRADIENT and (not v.aval.shape or v in summaries) for v in eqn.outvars):
             scalars.update(eqn.outvars)
     taken, _ = needed_for(update.program.eqns, scalars)
-    return ([], set()) if any(eqn.effects for eqn in taken) else (taken, scalars)
+    if any(eqn.effects for eqn in taken):
+        return [], set()
+    # under new names, because the update makes the numbers in between again
+    return Builder().copy(*taken, results={v: v for v in scalars}), scalars

@@ -21,7 +21,7 @@ class CannotRewrite(Exception):
 
 
 def check_order(parts: Sequence[Node], given: Iterable[Var], results: Iterable[Var]) -> None:
-    """Check that each operand is given or made earlier, and that no buffer is read after a part has taken it.
+    """Check that each value is given or made once, before it is read, and that no taken buffer is read again.
 
     Raises:
       CannotRewrite: one is not.
@@ -33,6 +33,8 @@ def check_order(parts: Sequence[Node], given: Iterable[Var], results: Iterable[V
                 raise CannotRewrite(f"a part reads {v.aval}, and none before it makes that")
             if v in taken:
                 raise CannotRewrite(f"a part reads {v.aval}, whose buffer an earlier part has taken")
+        if twice := known & {*part.makes}:
+            raise CannotRewrite(f"a part makes {next(iter(twice)).aval}, which is there already")
         known.update(part.makes)
         taken |= part.takes
     for v in results:
