@@ -13,11 +13,14 @@ import weakref
 import zlib
 from collections import deque
 from collections.abc import Callable, Sequence
+from concurrent.futures import Executor, wait
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
+
+T = TypeVar("T")
 
 PAGE = 4096  # O_DIRECT wants addresses, lengths and offsets that are multiples of this on today's disks
 BLOCK = 8 * 2**20  # bytes that one system call moves, with one checksum
@@ -214,14 +217,15 @@ class Opened:
                 raise failed(error, "opening a file of a store", path) from error
         return cls(files, path, files.open(path), direct=False)
 
-    def read(self, memory: np.ndarray, offset: int, checksums: Sequence[int], what: str) -> None:
-        """Fill ``memory``, whole pages, block by block.
+    def read(self, memory: np.ndarray, offset: int, checksums: Sequence[int], what: str, pool: Executor) -> None:
+        """Fill ``memory``, whole pages, with blocks that ``pool`` reads.
 
         Raises:
           OSError: the system cannot read a block.
           ValueError: its checksum is not the one in ``checksums``.
         """
-        for begin, checksum in zip(range(0, memory.nbytes, BLOCK), checksums, strict=True):
+
+        def one(begin: int, checksum: int) -> None:
             block = memory[begin : begin + BLOCK]
             place = _place(what, offset + begin, block)
             self._move(self.files.preadv, block, offset + begin, f"reading {place}")
@@ -231,22 +235,27 @@ class Opened:
                     "when they were written. Check the disk and restore from a checkpoint."
                 )
 
-    def write(self, x: np.ndarray, offset: int, what: str, staging: Buffers) -> tuple[int, ...]:
-        """Write an array block by block and return the blocks' checksums. ``OSError`` where the system cannot.
+        _all(pool, one, range(0, memory.nbytes, BLOCK), checksums)
+
+    def write(self, x: np.ndarray, offset: int, what: str, staging: Buffers, pool: Executor) -> tuple[int, ...]:
+        """Write an array by blocks in ``pool``, and return their checksums. ``OSError`` where the system cannot.
 
         ``staging``: buffers for blocks that are not whole pages.
         """
-        values, checksums = np.ascontiguousarray(x).reshape(-1).view(np.uint8), list[int]()
-        for begin in range(0, values.nbytes, BLOCK):
+        values = np.ascontiguousarray(x).reshape(-1).view(np.uint8)
+
+        def one(begin: int) -> int:
             block = values[begin : begin + BLOCK]
             if block.nbytes % PAGE or (self.direct and block.__array_interface__["data"][0] % PAGE):
                 whole = staging.take(BLOCK)[: padded(block.nbytes)]
                 whole[: block.nbytes] = block
                 whole[block.nbytes :] = 0
                 block = whole
-            checksums.append(checksum_of(block))
+            checksum = checksum_of(block)
             self._move(self.files.pwritev, block, offset + begin, f"writing {_place(what, offset + begin, block)}")
-        return tuple(checksums)
+            return checksum
+
+        return tuple(_all(pool, one, range(0, values.nbytes, BLOCK)))
 
     def sync(self) -> None:
         """Bring the file's bytes to the disk. ``OSError`` also where the file no longer has its name."""
@@ -276,6 +285,13 @@ class Opened:
                     str(self.path),
                 )
             done = now
+
+
+def _all(pool: Executor, run: Callable[..., T], *columns: Sequence[Any]) -> list[T]:
+    """Run a function in a pool for each row of its arguments. Raise the first error when none runs any more."""
+    futures = [pool.submit(run, *row) for row in zip(*columns, strict=True)]
+    wait(futures)
+    return [future.result() for future in futures]
 
 
 def _place(what: str, offset: int, block: np.ndarray) -> str:

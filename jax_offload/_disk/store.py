@@ -32,6 +32,7 @@ from jax_offload._disk.files import Buffers, Files, Opened, failed, padded, page
 NAME, NEXT = "manifest.json", "manifest.next.json"
 _LOCK = "lock"
 _FORMAT = 2
+_THREADS = 8  # in each direction
 _AT_ONCE = 4  # arrays beside the state that are moved, and are in memory, at once
 
 
@@ -123,6 +124,8 @@ class Store:
         self.directory, self._files, self.entries, self._last = directory, files, tuple(entries), last
         self._open = list[Opened]()
         closing.callback(lambda: [self._files.close(each.descriptor) for each in self._open])
+        pools = (ThreadPoolExecutor(_THREADS, f"disk {way}") for way in ("reads", "writes"))  # of blocks
+        self._reads, self._writes = map(closing.enter_context, pools)
         self._offsets, length = _laid_out(entries)
         self._newest: list[Version | None] = [each for _, each in last.state] if last else [None] * len(entries)
         self._next: Manifest | None = None
@@ -224,7 +227,7 @@ class Store:
             if version is None:
                 raise ValueError(f"{entry.path!r} in {str(self.directory)!r} was never written whole.")
             whole = buffer[at : at + padded(entry.nbytes)]
-            self._slots[version.slot].read(whole, self._offsets[k], version.checksums, repr(entry.path))
+            self._slots[version.slot].read(whole, self._offsets[k], version.checksums, repr(entry.path), self._reads)
             found.append(whole[: entry.nbytes].view(dtype_of(entry.dtype)).reshape(entry.shape))
             at += whole.nbytes
         return found
@@ -236,7 +239,8 @@ class Store:
             self._newest[k] = None
         for k, x in arrays.items():
             slot = 1 - self._last.state[k][1].slot if self._last else 0
-            checksums = self._slots[slot].write(x, self._offsets[k], repr(self.entries[k].path), self._staging)
+            path = repr(self.entries[k].path)
+            checksums = self._slots[slot].write(x, self._offsets[k], path, self._staging, self._writes)
             self._newest[k] = Version(slot, checksums)
 
     # ---- commits ---------------------------------------------------------------------------------------------------
@@ -299,7 +303,8 @@ class Store:
         file, _ = self._beside[slot]
 
         def one(entry: Entry, offset: int) -> tuple[Entry, Version]:
-            return entry, Version(slot, file.write(beside[entry.path].make(), offset, repr(entry.path), self._staging))
+            values, path = beside[entry.path].make(), repr(entry.path)
+            return entry, Version(slot, file.write(values, offset, path, self._staging, self._writes))
 
         with ThreadPoolExecutor(_AT_ONCE) as pool:
             return list(pool.map(one, entries, offsets))
@@ -313,7 +318,7 @@ class Store:
 
         def one(stored: tuple[Entry, Version], offset: int) -> tuple[str, np.ndarray]:
             (entry, version), whole = stored, buffer[offset : offset + padded(stored[0].nbytes)]
-            file.read(whole, offset, version.checksums, repr(entry.path))
+            file.read(whole, offset, version.checksums, repr(entry.path), self._reads)
             return entry.path, whole[: entry.nbytes]
 
         with ThreadPoolExecutor(_AT_ONCE) as pool:
