@@ -183,8 +183,9 @@ class Driven:
         return not any(s is None or s.is_fully_replicated for s in places)
 
     def _place(self, v: Var) -> Sharding:
-        """Return a value's sharding on the accelerators: replicated, unless it is the next value of an argument."""
-        return self._places.get(v) or self._everywhere
+        """Return a value's sharding: replicated in its own memory, unless it is the next value of an argument."""
+        everywhere = with_kind(self._everywhere, HOST_KIND) if is_host_aval(v.aval) else self._everywhere
+        return self._places.get(v, everywhere)
 
     def _program(self, task: Task) -> Callable[..., Sequence[Any]]:
         """Make the program of a task; tasks that do the same share it."""

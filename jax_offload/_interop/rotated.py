@@ -218,8 +218,7 @@ def _place(x: Any) -> NamedSharding | None:
     With Auto axes XLA may leave new parameters divided as the state that they were made with (ZeRO-1).
     """
     place = getattr(x, "sharding", None)
-    is_divisible = isinstance(place, NamedSharding) and place.num_devices > 1 and place.memory_kind != HOST_KIND
-    return place if is_divisible else None
+    return place if isinstance(place, NamedSharding) and place.num_devices > 1 else None
 
 
 def _model_in_update(cut: Cut, own: Mapping[Var, str], given: Sequence[Var]) -> str:

@@ -13,6 +13,8 @@ import optax
 import pytest
 from flax import nnx
 from flax.training.train_state import TrainState
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import jax_offload as jo
 from tests.support.steps import (
@@ -223,6 +225,29 @@ def test_train_state_params_and_compiles(caplog):
     assert_close(got.params, looked, 1e-6)
     assert_close(got.params, wanted[-1][0].params, 1e-4)
     assert_placed(got.opt_state, state.opt_state)
+
+
+def test_the_state_stays_divided_as_it_came(caplog):
+    """On Auto axes, where XLA would divide the moments of a replicated parameter as those beside them."""
+    mesh = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Auto,))
+    layers, everywhere = NamedSharding(mesh, P(None, "x")), NamedSharding(mesh, P())
+    tx, params = offloaded(optax.adamw(1e-2)), {"layers": jnp.full((4, 128, 128), 0.01), "bias": jnp.zeros(128)}
+    params = jax.device_put(params, {"layers": layers, "bias": everywhere})
+
+    def step(params, state, x):
+        def loss(params):
+            h = jax.lax.scan(lambda h, w: (jnp.tanh(h @ w), None), x, params["layers"])[0]
+            return ((h + params["bias"] - 1) ** 2).mean()
+
+        value, grads = jax.value_and_grad(loss)(params)
+        return *jo.update_params(tx, grads, state, params), value
+
+    state = tx.init(params)
+    train = jo.pipelined(step, donate_argnums=(0, 1))
+    with jax.log_compiles():
+        carry, _ = advance(train, (copied(params), copied(state)), [jax.device_put(jnp.ones((8, 128)), everywhere)] * 3)
+    assert len(re.findall(r"Finished XLA compilation of jit\(train\)", caplog.text)) == 1
+    assert_placed(train.finish(carry), (params, state))
 
 
 def test_another_batch_shape_and_one_compile_of_each(caplog):
