@@ -39,7 +39,8 @@ class UpdatedFromDisk(ValueError):
     def __init__(self) -> None:
         super().__init__(
             "disk: a state on disk is no part of a program for the device. Fix: jo.jit(step), called and not lowered, "
-            "outside of any other jit, vmap or derivative: it reads, updates and writes the state group by group."
+            "outside of any other jit, vmap, derivative or jax.disable_jit(): it reads, updates and writes the state "
+            "group by group."
         )
 
 

@@ -51,8 +51,8 @@ class UpdatedOnCores(ValueError):
     def __init__(self) -> None:
         super().__init__(
             "update_on: an update by the host's cores is no part of a program for the device. Fix: jo.jit(step), "
-            "called and not lowered, outside of any other jit, vmap or derivative: it cuts the step there; or "
-            "update_on='device'."
+            "called and not lowered, outside of any other jit, vmap, derivative or jax.disable_jit(): it cuts the step "
+            "there; or update_on='device'."
         )
 
 

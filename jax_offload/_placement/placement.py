@@ -240,6 +240,10 @@ class Rules:
     patterns: tuple[str, ...]
     values: tuple[Any, ...]
 
+    def __repr__(self) -> str:  # errors show what was given
+        pairs = zip(self.patterns, self.values, strict=True)
+        return repr([pattern if value is True else (pattern, value) for pattern, value in pairs])
+
 
 _SIDES = {"device": 0.0, "host": 1.0}
 _EXPECTED = {
