@@ -12,12 +12,11 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import os
 import textwrap
 from functools import cached_property
 from typing import Any
 
-from jax_offload._analysis.chips import Chip
+from jax_offload._analysis.chips import FRACTION, Chip, jax_takes, on_gpus
 from jax_offload._analysis.timeline import link_time
 from jax_offload._base.memory import POOL_VARIABLE, pool_limit
 from jax_offload._base.text import aligned, in_bytes, in_seconds, preformatted, terminal_width
@@ -27,32 +26,11 @@ HEADER = ("", "params", "grads", "state", "window", "activations", "sum", "fits"
 BACKWARD, FORWARD = 2 / 3, 1 / 3
 OPERATIONS = 6  # of the forward and the backward pass, for each parameter of a matrix and each token
 HEADROOM = 0.05  # of jax's share of a device's memory; twice that of a host's memory
-FRACTION, OTHER_NAME, BY_DEFAULT = "XLA_PYTHON_CLIENT_MEM_FRACTION", "XLA_CLIENT_MEM_FRACTION", 0.75
 MOST = 0.95  # of a GPU's memory that jax can be told to take
 POOL_HEADROOM = 64 / 46.8  # XLA's pool was at 46.8 of 64 GB when an allocation failed: it fragments
 ON_A_HOST = 8  # devices that share a host, at most
 ASK = "give activations, or layers, width and tokens"
 WORDS = {"fraction": "offloading a part", "cores": "updating on the host's cores", "disk": "a state on disk"}
-
-
-def on_gpus(chip: Chip | None) -> bool:
-    return chip is None or chip.platform == "cuda"
-
-
-def jax_takes(chip: Chip | None) -> tuple[float, str]:
-    """Return the share of a device's memory that jax takes, and why."""
-    if not on_gpus(chip):
-        return 1.0, "jax takes all of a TPU's memory"
-    if os.environ.get("XLA_PYTHON_CLIENT_ALLOCATOR", "default").lower() == "platform":
-        return 1.0, "XLA_PYTHON_CLIENT_ALLOCATOR=platform takes what there is"
-    name = next((name for name in (FRACTION, OTHER_NAME) if os.environ.get(name)), "")
-    try:
-        share = float(os.environ.get(name, BY_DEFAULT))
-    except ValueError:
-        share = math.nan
-    if not share > 0:
-        raise ValueError(f"{name}: expected a share such as 0.9 in the environment; got {os.environ[name]!r}.")
-    return share, f"jax takes {share:.0%} ({name or f'by default; {FRACTION} sets another share'})"
 
 
 @dataclasses.dataclass(frozen=True)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
+import os
 import re
 import time
 import tomllib
@@ -26,6 +28,7 @@ _TPU_KINDS = {"v5 lite": "v5e", "v5": "v5p", "v6 lite": "v6e"}  # as jax has the
 _SAME_CARD = re.compile(r"sxm\d*|hbm\w*|80gb|141gb|480gb")
 _NEEDED = ("hbm_bytes", "flops", "hbm_bandwidth", "host_link", "dram_bytes")
 
+FRACTION, OTHER_NAME, BY_DEFAULT = "XLA_PYTHON_CLIENT_MEM_FRACTION", "XLA_CLIENT_MEM_FRACTION", 0.75
 BOTH_WAYS = 1.49  # speed of both ways of a link at once, in times of one way alone: as measured on an H100
 PIECE, PIECES = 2**26, 16  # copies of 64 MiB are far beyond the size at which their latency is felt
 ON_CPU = 2**20
@@ -167,13 +170,35 @@ class Chips:
             "host_link_both": 2 * both,
             "dram_bandwidth": None if dram is None else dram / sharing,
             "dram_bytes": like.dram_bytes if usable is None else usable // max(1, jax.local_device_count()),
-            "hbm_bytes": like.hbm_bytes if name or not limit else int(limit),
+            # jax tells its own share of a GPU
+            "hbm_bytes": like.hbm_bytes if name or not limit else round(limit / jax_takes(like)[0]),
         }
         sources = {key: f"as {like.name}" for key in like.sources} | dict.fromkeys(figures, "measured on this machine")
         return dataclasses.replace(like, name=name or device.device_kind, sources=sources, **figures)
 
 
 chip = Chips()
+
+
+def on_gpus(chip: Chip | None) -> bool:
+    return chip is None or chip.platform == "cuda"
+
+
+def jax_takes(chip: Chip | None) -> tuple[float, str]:
+    """Return the share of a device's memory that jax takes, and why."""
+    if not on_gpus(chip):
+        return 1.0, "jax takes all of a TPU's memory"
+    if os.environ.get("XLA_PYTHON_CLIENT_ALLOCATOR", "default").lower() == "platform":
+        return 1.0, "XLA_PYTHON_CLIENT_ALLOCATOR=platform takes what there is"
+    name = next((name for name in (FRACTION, OTHER_NAME) if os.environ.get(name)), "")
+    try:
+        share = float(os.environ.get(name, BY_DEFAULT))
+    except ValueError:
+        share = math.nan
+    if not share > 0:
+        raise ValueError(f"{name}: expected a share such as 0.9 in the environment; got {os.environ[name]!r}.")
+    return share, f"jax takes {share:.0%} ({name or f'by default; {FRACTION} sets another share'})"
+
 
 # -- from files
 

@@ -68,6 +68,15 @@ def test_each_way_alone_and_both_at_once(machine, monkeypatch):
     assert jo.chip.measured().dram_bandwidth is None
 
 
+def test_a_card_without_a_name_has_the_memory_that_jax_takes_its_share_of(monkeypatch):
+    monkeypatch.setattr(chips, "_link", lambda device: (20e9, 20e9, 15e9))
+    monkeypatch.setattr(chips, "dram_bandwidth", lambda: 7e9)
+    monkeypatch.delenv("XLA_PYTHON_CLIENT_MEM_FRACTION", raising=False)
+    stats = {"bytes_limit": 18 * 2**30}
+    card = SimpleNamespace(device_kind="NVIDIA GeForce RTX 4090", platform="gpu", memory_stats=lambda: stats)
+    assert jo.chip.measured(card).hbm_bytes == 24 * 2**30
+
+
 def test_the_host_s_memory_by_the_best_of_three(monkeypatch):
     """Two arrays are read and one is written; the first run, which compiles, is not timed."""
     monkeypatch.setattr(chips, "ARRAY", 2**12)
