@@ -42,8 +42,8 @@ def opened(step: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple
 
 def unwrapped(step: Any) -> Callable[..., Any]:
     """Return the function under a ``jit``, to be traced without that ``jit``."""
-    if hasattr(step, "whole_step"):
-        return step.whole_step
+    if hasattr(step, "whole_step"):  # which does not keep the step alive
+        return functools.wraps(step, updated=())(lambda *args, **kwargs: step.whole_step(*args, **kwargs))
     # jax accepts no compiler_options in a jit inside another.
     return step.__wrapped__ if hasattr(step, "lower") and hasattr(step, "__wrapped__") else step
 

@@ -36,6 +36,17 @@ def test_without_a_target_only_what_is_exact():
     assert "pip install 'jax_offload[aot]'" in str(found) and "target=" in str(found)
 
 
+def test_a_step_that_only_make_has_may_be_jitted():
+    def make(tx):
+        step, *args = maker()(tx)
+        return jo.jit(lambda *given: step(*given)), *args
+
+    wanted = jo.plan(maker(), ADAMW, chip="h100").options
+    assert [(row.name, row.peak) for row in jo.plan(make, ADAMW, chip="h100").options] == [
+        (row.name, row.peak) for row in wanted
+    ]
+
+
 @pytest.mark.parametrize("inner", [ADAMW, CLIPPED], ids=["adamw", "clipped"])
 def test_each_row_is_what_inspect_finds(inner):
     require(H200)
