@@ -21,7 +21,7 @@ class CannotRewrite(Exception):
 
 
 def check_order(parts: Sequence[Node], given: Iterable[Var], results: Iterable[Var]) -> None:
-    """Check that each value is given or made once, before it is read, and that no taken buffer is read again.
+    """Check that each operand is given or made earlier, and that no buffer is read after a part has taken it.
 
     Raises:
       CannotRewrite: one is not.
@@ -33,8 +33,6 @@ def check_order(parts: Sequence[Node], given: Iterable[Var], results: Iterable[V
                 raise CannotRewrite(f"a part reads {v.aval}, and none before it makes that")
             if v in taken:
                 raise CannotRewrite(f"a part reads {v.aval}, whose buffer an earlier part has taken")
-        if twice := known & {*part.makes}:
-            raise CannotRewrite(f"a part makes {next(iter(twice)).aval}, which is there already")
         known.update(part.makes)
         taken |= part.takes
     for v in results:
@@ -48,10 +46,13 @@ def check_program(program: Program) -> None:
     """Check the order of a program's equations, and that types and memory agree with what a branch or an update takes.
 
     Raises:
-      CannotRewrite: an operand is missing, or two types differ.
+      CannotRewrite: an operand is missing, a value is made twice, or two types differ.
     """
     parts = [Node(eqn, variables(eqn.invars), eqn.outvars) for eqn in program.eqns]
     check_order(parts, program.inputs, variables(program.outputs))
+    made = [*program.inputs, *(v for eqn in program.eqns for v in eqn.outvars)]
+    if len({*made}) < len(made):
+        raise CannotRewrite("two equations make one value")
     for eqn in program.eqns:
         _check_calls(eqn)
 

@@ -394,7 +394,7 @@ def worse(now: dict[str, float], before: dict[str, float]) -> list[str]:
     if now["exposed"] > before["exposed"] + EXPOSED:
         found.append(f"exposed {before['exposed']} -> {now['exposed']}")
     for name in ("host", "loaded", "stored", "collectives_ms"):
-        if name in now and now[name] > before[name] * 1.01 + 1:
+        if name in now and name in before and now[name] > before[name] * 1.01 + 1:
             found.append(f"{name} {before[name]} -> {now[name]}")
     return found
 

@@ -204,7 +204,7 @@ STEPS = {  # whether the update of the stack moves, or why it does not
     "another loop": (through_a_tower, True),
     "raveled gradients": (raveling, "its rows are merged"),
     "another update in a cond": (another_in_a_cond, "another update runs in a cond of the step, and stays there"),
-    "inside of a jit": (inside_jit, True),
+    "inside of a jit": (inside_jit, "it runs in a loop of its own, as pieces this small hide little"),  # the head
     "several steps in one": (in_a_loop, True),
     "two updates": (two_updates, "it moves to the host in this step"),
     "gradients in a Ref": (summed_in_a_ref, True),
