@@ -473,6 +473,9 @@ def wrapped(kind: str | None, inner: Any) -> optax.GradientTransformation:
     return inner
 
 
+OPEN: list[Any] = []  # disks, which have threads and files until they are closed
+
+
 def options(r: Recipe, params: Any, mode: str, folder: Path) -> dict[str, Any]:
     """The options of ``jo.offload``."""
     found: dict[str, Any] = {"fraction": r["fraction"], "window": r["window"]}
@@ -493,7 +496,10 @@ def options(r: Recipe, params: Any, mode: str, folder: Path) -> dict[str, Any]:
     if r["mesh"] in ("ZeRO-1", "explicit ZeRO-1"):
         found["shard_over"] = "d"
     found |= {"cores": {"update_on": "host"}, "hybrid": {"update_on": 0.5}}.get(mode, {})
-    return found | ({"disk": jo.disk(folder, host_bytes=r["host_bytes"])} if mode == "disk" else {})
+    if mode == "disk":
+        OPEN.append(jo.disk(folder, host_bytes=r["host_bytes"]))
+        found["disk"] = OPEN[-1]
+    return found
 
 
 def transformation(r: Recipe, params: Any, mode: str, folder: Path, *, plain: bool = False) -> Any:
@@ -1298,7 +1304,11 @@ def differences(r: Recipe, mode: str, want: Record) -> list[str]:
     with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
         try:
-            found = compared(r, run(r, mode, Path(folder)), want)
+            try:
+                found = compared(r, run(r, mode, Path(folder)), want)
+            finally:
+                while OPEN:
+                    OPEN.pop().close()
             return found + [text for each in warned if "rewriting failed" in (text := str(each.message))]
         except Exception as error:
             if refusal(r, mode, error):
