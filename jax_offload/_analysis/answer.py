@@ -1,6 +1,6 @@
 """The answer of ``plan``: rows, whether they fit, what they cost by the one model of time, and the verdict.
 
-The model of time is that of ``timeline``, a roofline without a schedule: a step's arithmetic takes its operations at
+Times use ``timeline``'s roofline without a schedule: a step's arithmetic takes its operations at
 the speed that large matmuls reach on the chip, and copies take what the link reaches. The backward pass, two thirds of
 the arithmetic, hides what streams under ``jo.jit``; the forward pass, a third, under ``jo.pipelined``. Meanwhile both
 ways of the link are busy at once. Nothing hides an update that waits for a norm of all gradients; there one way follows

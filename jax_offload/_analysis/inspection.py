@@ -136,7 +136,7 @@ def _nothing_there(program: Compiled) -> list[Problem]:
 
 def _not_where_they_should_be(program: Compiled) -> list[Problem]:
     arrays, names = program.module.taken, {n: op.scope for n, op in program.module.arguments.items()}
-    # Matched by type: a compiled program does not say which result is the next value of which argument.
+    # Matched by type: a compiled program does not say which argument a result replaces.
     # A gradient in host memory is used up.
     used_up = {number for number, x in program.given.items() if x.kept_on_host is False}
     taken = Counter((x.dtype, x.shape) for number, x in arrays.items() if x.host and number not in used_up)

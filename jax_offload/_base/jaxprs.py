@@ -429,8 +429,10 @@ def ordered(effects: Iterable[Any]) -> list[str]:
 
 
 def only_callbacks(effects: Iterable[Any]) -> bool:
-    """Whether all effects belong to callbacks and prints. jax knows other effects, those of mutable arrays and checks,
-    in its own equations only."""
+    """Return whether all effects belong to callbacks and prints.
+
+    jax knows the effects of mutable arrays and of checks in its own equations only.
+    """
     kinds = {type(effect) for effect in effects}
     return not kinds or kinds <= effects_of(_UNORDERED) | effects_of(_ORDERED)
 
@@ -455,8 +457,10 @@ def own_flops(eqn: Any) -> float:
 
 
 def flops(eqn: Any) -> float:
-    """The same, with the operations inside: a ``scan``'s as often as it runs, those of the ``cond``'s branch with most,
-    a ``while``'s once."""
+    """Count an equation's floating point operations, including those of the jaxprs inside it.
+
+    The body of a ``scan`` counts once per iteration, a ``while`` once, and a ``cond`` as its most expensive branch.
+    """
     times = eqn.params["length"] if eqn.primitive.name == "scan" else 1
     inner = [sum(map(flops, jaxpr.eqns)) for jaxpr in jex.jaxprs_in_params(eqn.params)]
     return own_flops(eqn) + times * (max(inner, default=0.0) if eqn.primitive.name == "cond" else sum(inner))

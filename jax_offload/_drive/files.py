@@ -225,8 +225,10 @@ class Moving:
             leaf.home.check(token.val if isinstance(token, Literal) else values[token])
 
     def _when_written(self, tasks: Sequence[Task]) -> dict[int, list[Var]]:
-        """Map the number of a task to the results that can be written after it: they exist, and no later task reads
-        them or the old values of their rows."""
+        """Map each task's number to the results that can be written after it.
+
+        Such a result exists by then, and no later task reads it or the old values of its rows.
+        """
         last = {v: k for k, task in enumerate(tasks) for v in (*task.outputs, *task.inputs)}
         read_by: dict[Place, list[tuple[Part, int]]] = {}
         for part, k in ((self._reads[v], k) for v, k in last.items() if v in self._reads):

@@ -325,7 +325,7 @@ jax.tree_util.register_pytree_with_keys(
 )
 
 
-# ---- which result is the next value of which carried argument
+# ---- match results with the carried arguments that they replace
 
 Origins = Callable[[Mapping[str, Mask]], Sequence[Mask]]
 """Map bits for the carried arguments to the bits on which each leaf of the result depends (``origins_of``)."""
@@ -421,7 +421,7 @@ def _told_apart(names: Sequence[str], results: Mapping[int, Any], origins: Origi
         raise ValueError(
             f"step: {len(left)} results have the tree, shapes and dtypes of the carried argument"
             f"{'s' * (len(unknown) > 1)} {' and '.join(map(repr, unknown))}, and the update does not tell which "
-            f"result is the next value of which argument. {_FIX}"
+            f"argument each result replaces. {_FIX}"
         )
     return found
 

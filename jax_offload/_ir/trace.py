@@ -114,8 +114,8 @@ _LOOPS = frozenset(("scan", "while", "cond"))
 def backward_of(gradients: Sequence[Any]) -> Backward | None:
     """The passes that made traced gradients.
 
-    ``None`` if no large gradient is made in a trace: they are arguments, or ``vmap`` or a derivative around the update
-    traces them.
+    Returns ``None`` if no trace makes a large gradient, because the gradients are arguments, or because ``vmap`` or a
+    derivative around the update traces them.
     """
     large = [x for x in gradients if math.prod(np.shape(x)) >= LARGE and equation_of(x) is not None]
     if not large:

@@ -115,7 +115,7 @@ def _choosing(
 ) -> tuple[Equation, dict[int, Atom]]:
     """Let an update choose between its results and other values; return its equation, and the result of each choice.
 
-    ``read``: those of its own results that something else reads.
+    ``read``: the update's results that another equation reads.
     """
     update = localised(eqn)
     inner = Builder([*update.program.eqns])

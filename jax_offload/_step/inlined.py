@@ -1,4 +1,4 @@
-"""Inline a step's updates, and find which result is the next value of which argument."""
+"""Inline a step's updates, and match results with the arguments that they replace."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def localised(eqn: Equation) -> Update:
 
 
 def consisting_of(update: Update, eqns: Sequence[Equation], wanted: Set[Var]) -> Update:
-    """Return an update that consists of some equations, and makes those of their results that are wanted."""
+    """Build an update from some equations that returns their ``wanted`` results."""
     recipe, defined = update.program, {v for eqn in eqns for v in eqn.outvars}
     read = dict.fromkeys(v for eqn in eqns for v in variables(eqn.invars) if v not in defined)
     inputs = {v: k for k, v in enumerate(dict.fromkeys([*(v for v in recipe.inputs if v in read), *read]))}

@@ -74,7 +74,7 @@ def parts_of(plain: Program) -> Parts | None:
 
 
 def _reading_updated(plain: Program) -> list[int]:
-    """The scans over microbatches in a step that begins with the update: they read its results as a whole."""
+    """Find the microbatch scans that read whole results of an update at the beginning of the step."""
     defined, found = set[Var](), list[int]()
     for at, eqn in enumerate(plain.eqns):
         if is_update(eqn) or not defined.isdisjoint(variables(eqn.invars)):
