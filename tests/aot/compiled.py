@@ -101,7 +101,7 @@ def matrix(rows: int, columns: int) -> Callable[[], tuple[Tree, Any, Any]]:
 
 
 def transformer(
-    layers: int, width: int, heads: int, hidden: int, vocab: int, *, experts: int = 0
+    layers: int, width: int, heads: int, hidden: int, vocab: int, *, experts: int = 0, checkpoint: bool = True
 ) -> Callable[[], tuple[Tree, Any, Any]]:
     """Blocks in one scan, tied embeddings, gated MLPs; with ``experts``, each token goes to the best of them."""
     size = width // heads
@@ -127,7 +127,7 @@ def transformer(
 
     def loss(params: Tree, tokens: jax.Array) -> jax.Array:
         embed = params["embed"].astype(jnp.bfloat16)
-        body = jax.checkpoint(apply)
+        body = jax.checkpoint(apply) if checkpoint else apply
         x, _ = jax.lax.scan(lambda x, p: (body(x, p), None), embed[tokens[:, :-1]], params["blocks"])
         return zoo.nats(zoo.norm(x, params["norm"]), embed.T, tokens[:, 1:])
 
@@ -150,6 +150,7 @@ MODELS: dict[str, tuple[Callable[[], tuple[Tree, Any, Any]], Any]] = {
     "12x4096^2 unrolled": (unrolled(12, 4096), jnp.float32),
     "12x4096^2 scanned": (stack(12, 4096, 4096), jnp.float32),
     "GPT 1.3B scanned": (transformer(24, 2048, 16, 5504, 50304), jnp.float32),
+    "GPT of four wide blocks scanned": (transformer(4, 4096, 32, 8192, 256, checkpoint=False), jnp.float32),
     "Gemma 2B scanned": (transformer(18, 2048, 8, 16384, 256128), jnp.float32),
     "MoE scanned": (transformer(8, 2048, 16, 5504, 32000, experts=8), jnp.float32),
     "24x4096^2 unrolled, names not in order": (shuffled(24, 4096), jnp.float32),
@@ -273,6 +274,7 @@ ROWS = [
     Row("GPT 1.3B scanned", MANY, RESIDENT, "jit"),
     Row("GPT 1.3B scanned", MANY, OFFLOAD),
     Row("GPT 1.3B scanned", MANY, CLIP, "pipelined"),
+    Row("GPT of four wide blocks scanned", 32768, CLIP, "pipelined"),  # its halves need their gate
     Row("Gemma 2B scanned", MANY, OFFLOAD),
     Row("MoE scanned", MANY, OFFLOAD),
     *(Row("ViT", MANY, OFFLOAD, way) for way in ("jit", "jo.jit")),
