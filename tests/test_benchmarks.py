@@ -86,7 +86,7 @@ def test_the_table_says_what_was_compiled_and_what_was_slower():
 
 
 def test_a_profilers_trace_is_summed_up(tmp_path):
-    """Copies at 0..4 and 8..10 to the device, 2..6 from it; a kernel at 1..3; and what is on no stream."""
+    """Copies at 0..4 and 8..10 to the device, 2..6 from it; a kernel at 1..3; and an event on no stream."""
     found = [{"ph": "M", "pid": 1, "tid": t, "name": "thread_name", "args": {"name": name}}
              for t, name in ((7, "Stream #7(MemcpyH2D)"), (8, "XLA Ops"))]  # fmt: skip
     found += [

@@ -82,7 +82,7 @@ def test_twice_the_leaves_are_twice_the_work(case):
         state = tx.init(params)
         return lines(lambda: jax.jit(lambda *args: tx.update(*args)).trace(params, state, params).lower())
 
-    _, once, twice = map(work, (2, 20, 40))  # the first run does what is done once
+    _, once, twice = map(work, (2, 20, 40))  # the first run includes one-time work
     assert twice <= 2.1 * once
 
 
@@ -126,7 +126,7 @@ def test_a_step_of_twice_the_leaves_is_twice_the_work(loss, way):
         args = params, jo.abstract_state(tx, params), jax.ShapeDtypeStruct((64, 64), jnp.float32)
         return lines(lambda: jo.placement(way(step, donate_argnums=(0, 1)), *args))
 
-    _, once, twice = map(work, (2, 12, 24))  # the first run does what is done once
+    _, once, twice = map(work, (2, 12, 24))  # the first run includes one-time work
     assert twice <= 2.1 * once
 
 

@@ -173,7 +173,7 @@ def two_networks(step_of: Callable[..., Any]) -> Callable[[Row], tuple[Any, tupl
 
 
 def three_in_a_scan(row: Row) -> tuple[Any, tuple[Any, ...]]:
-    """Three steps in one, each of which is rewritten as a step of its own."""
+    """Three steps in one program; each is rewritten as a step of its own."""
     tx, params = row.optimizer[1](), {"w": on_one(8, 4096, 4096)}
 
     def step(params: Tree, state: Tree, xs: Any) -> Any:

@@ -59,7 +59,7 @@ def peak(step, args, **options):
 
 @pytest.mark.parametrize(("unrolled", "concurrent"), [(False, True), (True, False)])
 def test_graphs_are_concurrent_where_one_scan_moves_the_state(unrolled, concurrent):
-    """Compiled with the option and without, the two peaks differ; the step's own is that of one of them."""
+    """The peaks with and without the option differ, and the step's own peak equals one of them."""
     require(H200)
     tx = jo.offload(optax.adamw(1e-3))
     leaf = array(WIDTH, WIDTH)

@@ -122,7 +122,7 @@ def test_no_alias_crosses_memories_and_every_host_leaf_keeps_its_buffer(donated,
 
 @pytest.mark.parametrize("stacked", [False, True])
 def test_parameters_on_the_host_cross_the_link_once(stacked):
-    """In: parameters, gradients and both moments; out: what is new. The device holds less than half of one of them."""
+    """Parameters, gradients and both moments go in, and new values come out. The device holds less than half of one."""
     require(H200)
     shapes = {"w": (24, 4096, 4096)} if stacked else {f"w{k}": (4096, 4096) for k in range(24)}
     params = {name: array(*shape, kind="pinned_host") for name, shape in shapes.items()}

@@ -14,8 +14,8 @@ from tests.support.steps import ADAMW, CLIPPED, all_moved, batch, loss_of, moved
 
 TX = offloaded(ADAMW, min_bytes=0)
 DROPPED = "nothing that the step returns is made by its update"
-# what a step returns of what is new (parameters, state, the norm of the change, a loss) and of what is old; what is
-# said of it, and whether it warns
+# Each case: the step's results, chosen from new values (parameters, state, the norm of the change, a loss) and old ones;
+# the reason that placement gives; and whether jo.jit warns.
 UNRETURNED = {
     "old state": (lambda new, old: (new[0], old[1], new[3]), "and 5 more of the state as before", True),
     "old parameters": (lambda new, old: (old[0], new[1]), "the new state, and the parameters as they were", True),
@@ -162,7 +162,7 @@ def test_a_reason_names_the_line_of_the_users_program():
 
 
 def test_effects_in_order():
-    """jax cannot run these with host memory (0.12: a result too many); the step is left as it is, and says so."""
+    """jax cannot run these with host memory (0.12: a result too many), so the step runs as written and says so."""
 
     def step(params, state, x):
         value, grads = jax.value_and_grad(loss_of)(params, x)

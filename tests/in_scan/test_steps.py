@@ -38,7 +38,7 @@ pytestmark = pytest.mark.oldest("jaxprs as they are written")
 
 
 def updating(body):
-    """A step from what is done with (tx, params, state, batch, value, gradients)."""
+    """Make a step from a function of (tx, params, state, batch, value, gradients)."""
 
     @functools.wraps(body)
     def make(tx):
@@ -255,7 +255,7 @@ def test_prints_are_as_many_as_in_the_plain_step():
 
 
 def test_a_mutable_array_among_the_arguments():
-    """What reads and writes it keeps its order: the step is left as it is, and says so."""
+    """Reads and writes keep their order, so the step runs as written and says so."""
 
     def step_with(tx):
         def step(params, state, x, total):
@@ -347,8 +347,8 @@ def test_what_the_scan_reads_whole_is_not_overwritten_in_it():
 
 @pytest.mark.parametrize("clipped", [True, False])
 def test_a_scan_that_reads_parameters_silences_no_other(clipped):
-    """What the clipped gradients of one tower wait for is no reason any more once it is updated where its parameters
-    are read again; that of the other tower still is."""
+    """The norm is no longer a reason for the tower that is updated where its parameters are read again, and still is one
+    for the other tower."""
     clip = optax.chain(optax.clip_by_global_norm(0.1), ADAMW)
     labels = {"read": "clipped", "other": "clipped too" if clipped else "as they are"}
     inner = optax.partition({"clipped": clip, "clipped too": clip, "as they are": ADAMW}, labels)
@@ -419,7 +419,7 @@ def test_under_vmap_and_differentiated():
 
 @pytest.mark.parametrize("how", ["psum", "check_vma", "layers of a device's own"])
 def test_a_step_inside_a_shard_map(how):
-    """Where the layers run in another order on each device, the loop stays as it is."""
+    """A loop stays unchanged if each device runs the layers in another order."""
     mesh = Mesh(np.array(jax.devices()[:4]), ("data",))
 
     def network(w, x):
@@ -462,11 +462,11 @@ def test_gradients_from_a_shard_map_say_where_to_update():
     assert why.startswith("its gradients are made inside a shard_map; call the update inside the same shard_map (at ")
 
 
-# ---- what is lowered
+# ---- lowered programs
 
 
 def test_a_tpu_is_told_what_runs_behind_the_gate():
-    """A gradient that the gate does not need reads what is behind it, on a TPU alone: one barrier more."""
+    """On a TPU alone, a gradient that the gate does not need reads values behind it: one barrier more."""
     tx = offloaded(ADAMW)
     traced = jo.jit(step_of(tx)).trace(parameters(), tx.init(parameters()), batch(0))
     tpu, cuda = (

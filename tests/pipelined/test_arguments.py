@@ -1,4 +1,4 @@
-"""``jo.pipelined``: which result is whose next value, and what is said of steps, names and carries that do not fit.
+"""``jo.pipelined`` matches results with arguments, and refuses steps, names and carries that do not fit.
 
 Orders of arguments and results: tests/test_random_steps.py.
 """
@@ -137,7 +137,7 @@ def test_what_cannot_be_told_apart_is_named():
         train.start(*args)
 
 
-# ---- what is refused
+# ---- refusals
 
 
 def started(step=None, tx=None, **options):

@@ -1,4 +1,4 @@
-"""``jo.pipelined``: the values and placements of the plain loop, by optimizer, by step and by what is carried.
+"""``jo.pipelined`` has the values and placements of the plain loop, for optimizers, steps and carried values.
 
 Random steps (tests/test_random_steps.py) have the rest.
 """
@@ -152,7 +152,7 @@ def test_a_skipped_update_in_the_forward_pass_changes_no_bit(gradients):
     assert any(x.tobytes() != np.asarray(carry.kept[0][name]).tobytes() for name, x in before.items())
 
 
-# ---- what is carried, and what is known late
+# ---- carried values and late results
 
 
 class Beside(NamedTuple):

@@ -3,8 +3,8 @@
     python tests/support/multihost_steps.py REPORT.json KIND HOW [--coordinator ADDRESS --processes N --process-id I]
 
 KIND is ``device`` or ``host``, where the gradients of ``jo.pipelined`` wait; or ``clipped`` or ``lamb``, which the
-cores update. Then all of a process's CPU devices but the last stand for accelerators, and the last is that of the CPU
-backend beside them. HOW is ``fsdp`` or ``zero1``.
+cores update. Then all of a process's CPU devices but the last stand for accelerators, and the last one stands for the
+CPU backend beside them. HOW is ``fsdp`` or ``zero1``.
 """
 
 import argparse

@@ -80,7 +80,7 @@ def step_of(tx: Any, form: str = "update_params", loss: Any = loss_of, **how: An
 
 
 def loop(step: Callable[..., Any], carried: Sequence[Any], batches: Iterable[Any]) -> tuple[list[Any], list[Any]]:
-    """The plain loop: what is carried after every step, and the other results of each."""
+    """Run the plain loop; return the carried values after every step, and the other results of each."""
     jitted = jax.jit(step)
     every, others = [], []
     for each in batches:
@@ -131,7 +131,7 @@ def assert_as_plain(
     rtol: float = 1e-4,
     **options: Any,
 ) -> jo.types.Placement:
-    """Some steps of ours are those of plain optax: values, types, shardings and memories, and one compile.
+    """Check some steps against plain optax: values, types, shardings, memories and one compile.
 
     Args:
       make: from an optimizer to a step of (params, state, batch) that returns (params, state, others).
