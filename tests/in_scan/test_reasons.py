@@ -14,7 +14,7 @@ from tests.support.steps import ADAMW, CLIPPED, all_moved, batch, loss_of, moved
 
 TX = offloaded(ADAMW, min_bytes=0)
 DROPPED = "nothing that the step returns is made by its update"
-# Each case: the step's results, chosen from new values (parameters, state, the norm of the change, a loss) and old ones;
+# Each case: the step's results, chosen from new values (parameters, state, norm of the change, a loss) and old ones;
 # the reason that placement gives; and whether jo.jit warns.
 UNRETURNED = {
     "old state": (lambda new, old: (new[0], old[1], new[3]), "and 5 more of the state as before", True),

@@ -347,8 +347,8 @@ def test_what_the_scan_reads_whole_is_not_overwritten_in_it():
 
 @pytest.mark.parametrize("clipped", [True, False])
 def test_a_scan_that_reads_parameters_silences_no_other(clipped):
-    """The norm is no longer a reason for the tower that is updated where its parameters are read again, and still is one
-    for the other tower."""
+    """The norm is no longer a reason for the tower that is updated where its parameters are read again, and still is
+    one for the other tower."""
     clip = optax.chain(optax.clip_by_global_norm(0.1), ADAMW)
     labels = {"read": "clipped", "other": "clipped too" if clipped else "as they are"}
     inner = optax.partition({"clipped": clip, "clipped too": clip, "as they are": ADAMW}, labels)
