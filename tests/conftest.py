@@ -16,7 +16,10 @@ os.environ["XLA_FLAGS"] = (
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
+import gc
+from pathlib import Path
 
+import jax
 import pytest
 
 
@@ -36,6 +39,19 @@ def small_groups(monkeypatch):
     from jax_offload._drive import stages
 
     monkeypatch.setattr(stages, "GROUP_BYTES", 1)
+
+
+@pytest.fixture(autouse=True)
+def mappings():
+    """Forget compiled programs in time: each maps memory several times, and a process dies without more mappings.
+
+    Linux gives a process 65,530 of them (``vm.max_map_count``).
+    """
+    yield
+    maps = Path("/proc/self/maps")
+    if maps.exists() and len(maps.read_bytes().splitlines()) > 20_000:
+        jax.clear_caches()
+        gc.collect()
 
 
 def pytest_addoption(parser):
