@@ -23,7 +23,7 @@ import jax.numpy as jnp
 from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import NamedSharding
 
-from jax_offload._base.barriers import read_once, together, written_after
+from jax_offload._base.barriers import read_once, together
 from jax_offload._base.jaxprs import Literal, Var, as_array
 from jax_offload._base.memory import is_host_aval
 from jax_offload._base.shardings import constrained, shards_of, typed_sharding, zeros
@@ -151,22 +151,11 @@ class Emitter:
     def phases(self, hand: Hand, inner: Values, stored: Any, then: Any) -> Values:
         """Runs the iteration's own arithmetic while it stores the rows ``stored`` and loads the rows ``then``."""
         plan, last, reads = self.plan, len(self.plan.groups) - 1, {*self.plan.loaded}
-        found, early = Values(), Values()
+        found = Values()
         for phase, (s, group) in enumerate(zip(plan.body.slices, plan.groups, strict=True)):
             new = {v: hand.new[v] for v in group if v in hand.new}
             loaded = [v for v in plan.groups[phase - 1] if v in reads]
-            if phase < last:
-                # XLA's CPU copies a buffer if one row is written before another is read
-                own = self.buffers.exchange(hand.wholes, {}, 0, [v for v in new if v in reads], then)
-                after = _on(
-                    ["cpu"], lambda xs, read: written_after(xs, read)[0], [new[v] for v in own], [*own.values()]
-                )
-                new |= zip(own, after, strict=True)
-                early |= own
             fetched = self.buffers.exchange(hand.wholes, new, stored, loaded, then)
-            there = [v for v in fetched if v in early]
-            read = _on(["cpu"], lambda _, read: read, [fetched[v] for v in there], [early[v] for v in there])
-            fetched |= zip(there, read, strict=True)
             inner.update(zip(s.outputs, s.run(*(inner[v] for v in s.inputs)), strict=True))
             if phase < last:
                 self.gate(phase, hand, fetched, inner)

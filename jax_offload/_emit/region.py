@@ -36,7 +36,6 @@ from jax_offload._emit.run import stream
 from jax_offload._ir.program import Program, Var
 from jax_offload._ir.trace import Backward
 from jax_offload._plan.decide import passes_of
-from jax_offload._plan.gates import Piece
 from jax_offload._plan.in_scan import InScan
 from jax_offload._plan.options import Claim, apart
 from jax_offload._plan.plan import Planned, PlannedPass
@@ -177,7 +176,6 @@ class Update:
                 self.program,
                 self.passes,
                 args,
-                gradients=self.gradients,
                 names=self.names,
                 lowered=lowered,
                 for_cpu=for_cpu,
@@ -199,14 +197,14 @@ class Moved:
 
     jaxpr: ClosedJaxpr
     operands: list[Var]
-    plan: InScan | Piece
+    plan: InScan | Planned
 
     def __repr__(self) -> str:
         return f"Moved({len(self.planned)} slices)"
 
     @property
     def planned(self) -> list[Planned]:
-        return self.plan.planned
+        return self.plan.planned if isinstance(self.plan, InScan) else [self.plan]
 
     @property
     def avals(self) -> tuple[list[Any], list[Any]]:
@@ -229,8 +227,10 @@ class Moved:
         return jax_fun(self.jaxpr)(*args)
 
 
-def marked(run: Callable[[Sequence[Any]], list[Any]], args: Sequence[Any], plan: InScan | Piece) -> list[Any]:
-    """``run(args)`` as one equation, a ``Moved`` of an update."""
+def marked(
+    run: Callable[[Sequence[Any]], list[Any]], args: Sequence[Any], operands: Sequence[Var], plan: InScan | Planned
+) -> list[Any]:
+    """``run(args)`` as one equation, a ``Moved`` of an update; ``operands``: the step's variables for ``args``."""
     traced, _ = jaxpr_of(lambda *args: run(args), *args)
     if traced.consts or not only_callbacks(traced.effects):
         return run(args)
@@ -238,7 +238,7 @@ def marked(run: Callable[[Sequence[Any]], list[Any]], args: Sequence[Any], plan:
 
     def moved(results: list[Var]) -> Moved:
         jaxpr = Jaxpr([], j.invars, results, j.eqns, j.effects, nameless(j.debug_info))
-        return Moved(closed(jaxpr), plan.operands, plan)
+        return Moved(closed(jaxpr), [*operands], plan)
 
     return _bind(moved, j.invars, j.outvars, args)
 

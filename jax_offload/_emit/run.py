@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Hashable, Sequence, Set
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -17,7 +17,7 @@ from jax_offload._emit.chunks import looped, or_batched
 from jax_offload._emit.rows import Names, prefetch, update_of, write_back
 from jax_offload._ir.program import Program, numbered, structure
 from jax_offload._ir.slices import Slice
-from jax_offload._plan.plan import Chunked, Planned, PlannedPass
+from jax_offload._plan.plan import Chunked, Gate, Planned, PlannedPass
 
 Env = dict[Var, Any]
 
@@ -27,70 +27,53 @@ def stream(
     passes: Sequence[PlannedPass],
     args: Sequence[Any],
     *,
-    gradients: Sequence[int],
     names: Names,
     lowered: bool,
     for_cpu: bool = False,
 ) -> list[Any]:
-    """Runs a traced update by its plan; returns its results.
+    """Run a traced update by its plan, and return its results.
 
     Args:
       program: the usual recipe (load all, update, store all) as a program.
       passes: its plan.
       args: its arguments.
-      gradients: positions in ``args`` of the incoming updates, which gate the loads.
       names: of the state's leaves, of their next values too.
       lowered: whether this is how the update is lowered: neither ``vmap`` nor a derivative comes to its loops.
       for_cpu: whether it is lowered for a CPU. Its compiler takes a loop that runs once for a small call, and five
         times as long for it; and it needs no loop, as it hoists no transfers.
     """
     env: Env = dict(zip(program.inputs, [*program.consts, *args], strict=True))
-    grads = {program.inputs[len(program.consts) + i] for i in gradients}
     run = functions([p for each in passes for p in each.slices], names, lowered=lowered)
-    before: Sequence[Var] = ()  # what the loads of a pass wait for
     for each in passes:
-        run_prelude(each, env)
-        if each.slices:
-            if each.in_own_loop and not for_cpu:
-                _run_in_own_loop(each, run, env, grads, before, lowered=lowered)
-            else:
-                _run_gated(each, run, env, grads, before)
-            before = each.slices[-1].token
+        _follow(each.first, run, env)
+        if each.in_own_loop and each.slices and not for_cpu:
+            _run_in_own_loop(each, run, env, lowered=lowered)
+        else:
+            _follow(each.order, run, env)
     return values_of(env, program.outputs)
 
 
-def _run_gated(
-    each: PlannedPass, run: Callable[[Planned, Env], None], env: Env, gradients: Set[Var], before: Sequence[Var]
-) -> None:
-    """A slice loads once there is room, and the gradient of the first slice that is still in the window."""
-    slices, done = each.slices, 0
-    for p in slices:
-        for q in slices[done : p.once_stored + 1]:
-            run(q, env)
-        done = max(done, p.once_stored + 1)
-        grads = [] if p.once_produced is None else [v for v in slices[p.once_produced].slice.inputs if v in gradients]
-        gate(env, p.slice.loads, [*grads, *(slices[p.once_stored].token if p.once_stored >= 0 else before)])
-    for p in slices[done:]:
-        run(p, env)
+def _follow(order: Iterable[Slice | Planned | Gate], run: Callable[[Planned, Env], None], env: Env) -> None:
+    """Run slices and gates in an environment."""
+    for step in order:
+        if isinstance(step, Gate):
+            gate(env, step.held, step.waits_for)
+        elif isinstance(step, Slice):
+            env.update(zip(step.outputs, step.run(*(env[v] for v in step.inputs)), strict=True))
+        else:
+            run(step, env)
 
 
-def _run_in_own_loop(
-    each: PlannedPass,
-    run: Callable[[Planned, Env], None],
-    env: Env,
-    gradients: Set[Var],
-    before: Sequence[Var],
-    *,
-    lowered: bool,
-) -> None:
-    """Like ``_run_gated``, in a loop that runs once; XLA does not know that it runs once."""
+def _run_in_own_loop(each: PlannedPass, run: Callable[[Planned, Env], None], env: Env, *, lowered: bool) -> None:
+    """Run the slices of a pass in a loop that runs once; XLA does not know that it runs once."""
     outputs = list(dict.fromkeys(v for p in each.slices for v in p.slice.outputs))
-    inputs = list(dict.fromkeys([*(v for p in each.slices for v in p.slice.inputs), *before]))
+    waits_for = [v for step in each.order if isinstance(step, Gate) for v in step.waits_for if v not in outputs]
+    inputs = list(dict.fromkeys([*(v for p in each.slices for v in p.slice.inputs), *waits_for]))
     carried = each.carried or {}
 
     def gated(*operands: Any) -> list[Any]:
         inner = dict(zip(inputs, operands, strict=True))
-        _run_gated(each, run, inner, gradients, before)
+        _follow(each.order, run, inner)
         return [inner[v] for v in outputs]
 
     def looped(*operands: Any) -> list[Any]:
@@ -105,15 +88,6 @@ def _run_in_own_loop(
 
     all_of_it = looped if lowered else or_batched(looped, gated)
     env.update(zip(outputs, all_of_it(*(env[v] for v in inputs)), strict=True))
-
-
-def run_prelude(each: PlannedPass, env: dict[Var, Any]) -> None:
-    """Run the first part of a pass, its prelude, in an environment. `in_turn` says why gradients wait."""
-    for part in each.prelude_parts:
-        if part.gradient is not None:
-            gate(env, [part.gradient], part.waits_for)
-        s = part.slice
-        env.update(zip(s.outputs, s.run(*(env[v] for v in s.inputs)), strict=True))
 
 
 # ---- slices that do the same to leaves of the same types, traced and lowered once: a network's layers, say

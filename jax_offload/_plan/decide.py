@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from itertools import accumulate
 
 import jax
@@ -19,7 +19,7 @@ from jax_offload._ir.propagate import Mask, forward, union
 from jax_offload._ir.slices import Pass, Slice, consecutive, cut, joined, repeats_effects
 from jax_offload._ir.trace import LARGE, Backward
 from jax_offload._plan.options import Claim
-from jax_offload._plan.plan import OnCores, Planned, PlannedPass, SerialPart, Whole, Window
+from jax_offload._plan.plan import Gate, OnCores, Planned, PlannedPass, Whole, Window
 from jax_offload._plan.transfers import buffers, transfer_of
 
 # Slices up to this size, or up to this share of the state, are loaded whole, and the window holds two and a half of
@@ -101,15 +101,14 @@ def passes_of(
     carried = [_carried(slices, next_of, manual) for slices in found]
     if any(slices and loop is None for slices, loop in zip(found, carried, strict=True)):
         found, carried = _in_sight(found), [None for _ in found]
-    return [
-        PlannedPass(
-            each.prelude,
-            _scheduled(slices, rank, next_of),
-            in_turn(each.prelude, gradients) if take_turns or gated else (SerialPart(each.prelude),),
-            loop,
-        )
-        for each, slices, loop in zip(passes, found, carried, strict=True)
-    ]
+    ordered = [sorted(slices, key=lambda p: min(map(rank, p.slice.loads), default=0)) for slices in found]
+    schedules, before = list[PlannedPass](), tuple[Var, ...]()
+    for each, slices, loop in zip(passes, ordered, carried, strict=True):
+        planned = [dataclasses.replace(p, token=_token(p.slice, next_of)) for p in slices]
+        first = in_turn(each.prelude, gradients) if take_turns or gated else (each.prelude,)
+        schedules.append(PlannedPass(each.prelude, first, tuple(_gated(planned, {*gradients}, before)), loop))
+        before = planned[-1].token if planned else before
+    return schedules
 
 
 def _in_sight(found: Sequence[Sequence[Planned]]) -> list[list[Planned]]:
@@ -213,24 +212,28 @@ def _fitted(slices: Sequence[Slice], next_of: Mapping[Var, Var], window: Window)
     return fitted + [chunked(s) for s in shared.values()]
 
 
-def _scheduled(
-    planned: Sequence[Planned], rank: Callable[[Var], int], next_of: Mapping[Var, Var]
-) -> tuple[Planned, ...]:
-    """Order the slices of a pass by the backward pass, and say what each load waits for.
+def _gated(slices: Sequence[Planned], gradients: Set[Var], before: tuple[Var, ...]) -> Iterator[Planned | Gate]:
+    """Order the loads and updates of slices, which are sorted by the backward pass, and say what each load waits for.
 
-    The larger the window, the earlier a load: when the first of those in flight can be updated. Then no gradient waits
-    for its state. The first chunk of a loop would lie there through all of the backward pass.
+    A slice loads once there is room, and once a gradient exists. The larger the window, the earlier the gradient: that
+    of the first slice in flight, so that no gradient waits for its state. The first chunk of a loop, which would lie
+    there through all of the backward pass, waits for its own.
+
+    Args:
+      slices: the slices of a pass.
+      gradients: the operands that the backward pass makes.
+      before: what the first loads wait for.
     """
-    slices = sorted(planned, key=lambda p: min(map(rank, p.slice.loads), default=0))
     sizes = [p.bytes_at_once for p in slices]
-    found: list[Planned] = []
     done = 0
     for k, p in enumerate(slices):
         stored = _must_be_back(sizes, k, p.window.nbytes)
+        yield from slices[done : stored + 1]
         done = max(done, stored + 1)
-        awaited = k if p.in_chunks else done if done < k else None
-        found.append(dataclasses.replace(p, token=_token(p.slice, next_of), once_stored=stored, once_produced=awaited))
-    return tuple(found)
+        awaited = slices[k if p.in_chunks else done].slice.inputs if p.in_chunks or done < k else []
+        room = slices[stored].token if stored >= 0 else before
+        yield Gate(tuple(p.slice.loads), (*(v for v in awaited if v in gradients), *room))
+    yield from slices[done:]
 
 
 def _must_be_back(sizes: Sequence[int], k: int, window: int) -> int:
@@ -271,7 +274,7 @@ def _carried(slices: Sequence[Planned], next_of: Mapping[Var, Var], manual: bool
 # ---- gradients in turn
 
 
-def in_turn(prelude: Slice, gradients: Sequence[Var]) -> tuple[SerialPart, ...]:
+def in_turn(prelude: Slice, gradients: Sequence[Var]) -> tuple[Slice | Gate, ...]:
     """Divide a prelude into parts, to be run one after the other: each uses a gradient once the one before has been.
 
     Numbers that need all gradients, such as a norm, take them as the backward pass makes them. Otherwise nothing asks
@@ -289,13 +292,15 @@ def in_turn(prelude: Slice, gradients: Sequence[Var]) -> tuple[SerialPart, ...]:
         needs.update(dict.fromkeys(eqn.outvars, mask))  # of an equation that stands in one part, such as a cond
         parts[-1 if mask.bit_count() > 1 else mask.bit_length()].append(eqn)
     if prelude.jaxpr.effects or sum(map(bool, parts[1:-1])) < 2:
-        return (SerialPart(prelude),)
+        return (prelude,)
     slices = consecutive(parts, prelude.outputs, prelude.jaxpr.debug_info, prelude.shards)
-    found: list[SerialPart] = []
+    found: list[Slice | Gate] = []
     used: list[Var] = []
     for gradient, part in zip([None, *gradients, None], slices, strict=True):
         if part.jaxpr.eqns:
-            found.append(SerialPart(part, gradient, () if gradient is None else tuple(used)))
+            if gradient is not None and used:
+                found.append(Gate((gradient,), tuple(used)))
+            found.append(part)
             used = used if gradient is None else _small(part, gradient) or used
     return tuple(found)
 

@@ -21,9 +21,8 @@ from jax_offload._base.jaxprs import Equation, Var
 from jax_offload._base.memory import is_host_aval
 from jax_offload._ir.primitives import is_cheap
 from jax_offload._ir.propagate import Node, topological
-from jax_offload._ir.slices import Slice
 from jax_offload._plan.in_scan import CannotHoist, InScan
-from jax_offload._plan.plan import Planned
+from jax_offload._plan.plan import Gate, Planned
 
 LEAST_GATES = 4  # with fewer there is nothing to hold back
 AT_ONCE = "most of its gradients are there only at once: a number needs all, such as their norm, or one call makes them"
@@ -31,14 +30,6 @@ FEW_PLACES = (
     f"its passes, forward and backward, have fewer than {LEAST_GATES} places where parts of an update could wait"
 )
 LEAST_FRONT = 2**12  # elements: what a pass goes on with is at least as large
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class Gate:
-    """A point where ``held`` (host leaves, and the value with which the pass continues) waits for ``waits_for``."""
-
-    held: tuple[Var, ...]
-    waits_for: tuple[Var, ...]
 
 
 def interleaved(nodes: Sequence[Node], which: Sequence[int], outputs: Sequence[Var]) -> list[Node]:
@@ -52,8 +43,8 @@ def interleaved(nodes: Sequence[Node], which: Sequence[int], outputs: Sequence[V
     Raises:
       CannotHoist: there are not enough places.
     """
-    pieces = [k for k in which if isinstance(nodes[k].payload, Piece)]
-    outer = [k for k in which if not isinstance(nodes[k].payload, Piece)]
+    pieces = [k for k in which if isinstance(nodes[k].payload, Planned)]
+    outer = [k for k in which if not isinstance(nodes[k].payload, Planned)]
     heavy = [k for k in outer if is_heavy(nodes[k])]
     order = topological(nodes, [*heavy, *outer, *pieces])
     passes, number = Network(order, outputs), {id(node): k for k, node in enumerate(nodes)}
@@ -62,8 +53,8 @@ def interleaved(nodes: Sequence[Node], which: Sequence[int], outputs: Sequence[V
         piece, reader = nodes[k].payload, passes.next_reader(nodes[k])
         spots, at = (behind, passes.produced_after(nodes[k])) if reader is None else (ahead, reader)
         gradients = [v for v in nodes[k].reads if reader is None and passes.after.get(v) == at and is_large(v)]
-        held = [] if reader is None else [v for v in piece.operands if is_large(v) and not is_host_aval(v.aval)]
-        spots.add(at, _Spot(k, piece.loads, piece.token, held, gradients))
+        held = [] if reader is None else [v for v in piece.slice.inputs if is_large(v) and not is_host_aval(v.aval)]
+        spots.add(at, _Spot(k, piece.slice.loads, piece.token, held, gradients))
     updates = behind.updates
     if 2 * max(updates, default=0) > sum(updates):
         raise CannotHoist(AT_ONCE if sum(updates) >= LEAST_GATES else FEW_PLACES)
@@ -230,36 +221,6 @@ class _Spots:
 # ---- the passes through the network: the values with which they continue, and the values made by a node
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class Piece:
-    """A part of an update.
-
-    Attributes:
-      slice: the part.
-      how: how its leaves move, if any do.
-      token: results that exist once the part has run.
-    """
-
-    slice: Slice
-    how: Planned | None
-    token: tuple[Var, ...]
-
-    @property
-    def loads(self) -> list[Var]:
-        """The host leaves that it needs."""
-        return self.slice.loads
-
-    @property
-    def planned(self) -> list[Planned]:
-        """Its slice, as the table prints it."""
-        return [] if self.how is None else [self.how]
-
-    @property
-    def operands(self) -> list[Var]:
-        """The operands of its equation."""
-        return self.slice.inputs
-
-
 def is_heavy(node: Node) -> bool:
     """Whether a node is part of a pass through the network, as a matmul, a loop or a call is."""
     if isinstance(node.payload, Equation):
@@ -289,7 +250,7 @@ class Network:
         self.first: dict[Var, int] = {}
         for k in reversed(range(len(order))):
             node = order[k]
-            if isinstance(node.payload, Piece):
+            if isinstance(node.payload, Planned):
                 continue
             here = is_heavy(node)
             last = k if here else max((self.reach.get(v, -1) for v in node.makes), default=-1)
@@ -336,7 +297,7 @@ class Network:
         to a norm, and the step's other results, unless they are made of the former or by an update. A loss keeps the
         values alive that it averages, and a bias's gradient the cotangent that it sums.
         """
-        own = {v for node in self.order if not isinstance(node.payload, Equation | Piece) for v in node.reads}
+        own = {v for node in self.order if not isinstance(node.payload, Equation | Planned) for v in node.reads}
         late = set[Var]()
         for k, node in enumerate(self.order):
             if is_heavy(node):  # what an update in one piece reads it takes in turn

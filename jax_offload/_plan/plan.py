@@ -122,17 +122,13 @@ class Planned:
     """A slice, how its host leaves move, and the window of the ``offload`` that they belong to.
 
     Attributes:
-      token: its completion token: results that are there once it is through.
-      once_stored: the slice of the pass (by its place) after which there is room to load this one; -1: there is.
-      once_produced: the slice whose gradient the load waits for as well; ``None``: for none.
+      token: its completion token: results that exist once it has run.
     """
 
     slice: Slice
     transfer: Transfer
     window: Window
     token: tuple[Var, ...] = ()
-    once_stored: int = -1
-    once_produced: int | None = None
 
     @property
     def in_chunks(self) -> bool:
@@ -148,34 +144,35 @@ class Planned:
         return self.window.nbytes if self.in_chunks else 0 if self.on_cores else self.slice.loaded_bytes
 
 
-@dataclasses.dataclass(frozen=True)
-class SerialPart:
-    """The part of a prelude that uses one gradient, none, or several.
+@dataclasses.dataclass(frozen=True, eq=False)
+class Gate:
+    """A point where ``held`` (host leaves, or the value with which a pass continues) waits for ``waits_for``."""
 
-    Attributes:
-      gradient: the gradient, if it is one.
-      waits_for: values of an earlier part for which the gradient waits; empty if it does not wait.
-    """
-
-    slice: Slice
-    gradient: Var | None = None
-    waits_for: tuple[Var, ...] = ()
+    held: tuple[Var, ...]
+    waits_for: tuple[Var, ...]
 
 
 @dataclasses.dataclass(frozen=True)
 class PlannedPass:
-    """Slices that run one after the other, once the prelude, which loads nothing, has run.
+    """A schedule: slices and gates in the order in which they run.
 
     Attributes:
-      prelude_parts: the prelude in parts, which run one after the other.
-      carried: where they run in a loop of their own, out of sight of XLA's scheduler: result -> the operand whose
+      prelude: what runs first and loads nothing, as one slice.
+      first: the prelude in parts, and the gates by which gradients take turns.
+      order: the slices with their transfers, and the gates that hold their loads.
+      carried: where ``order`` runs in a loop of its own, out of sight of XLA's scheduler: result -> the operand whose
         buffer it takes in that loop.
     """
 
     prelude: Slice
-    slices: tuple[Planned, ...]
-    prelude_parts: tuple[SerialPart, ...]
+    first: tuple[Slice | Gate, ...]
+    order: tuple[Planned | Gate, ...]
     carried: Mapping[Var, Var] | None = None
+
+    @property
+    def slices(self) -> list[Planned]:
+        """The slices, in the order of loading."""
+        return [p for p in self.order if isinstance(p, Planned)]
 
     @property
     def in_own_loop(self) -> bool:
@@ -184,5 +181,5 @@ class PlannedPass:
     @property
     def in_turn(self) -> str:
         """How the gradients that the prelude uses take turns, in words; empty where they do not."""
-        waiting = sum(bool(part.waits_for) for part in self.prelude_parts)
+        waiting = sum(isinstance(part, Gate) for part in self.first)
         return f"uses gradients in turn, {waiting} of them once the one before has been" if waiting else ""

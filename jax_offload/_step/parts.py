@@ -12,10 +12,11 @@ from jax_offload._emit.region import Update
 from jax_offload._ir.primitives import ELEMENTWISE
 from jax_offload._ir.program import Program
 from jax_offload._ir.propagate import Mask, Node, forward, needed, topological, union
-from jax_offload._ir.slices import slice_of
-from jax_offload._plan.gates import Gate, Piece, in_turn, interleaved
+from jax_offload._ir.slices import Slice, slice_of
+from jax_offload._plan.gates import in_turn, interleaved
 from jax_offload._plan.hoist import MICROBATCHES, Hoist
 from jax_offload._plan.in_scan import CannotHoist, InScan
+from jax_offload._plan.plan import Gate, Planned, Whole, Window
 from jax_offload._step.canonical import canonical, peeled, why_not_peeled
 from jax_offload._step.inlined import Inlined, consisting_of, inlined, opened
 
@@ -232,9 +233,7 @@ def _pieces(rest: Update) -> list[Node]:
         raise CannotHoist(f"it runs in a loop of its own, {only.slices[0].window.own_loop}")
     if any(eqn.effects for eqn in update.program.eqns):
         raise CannotHoist("it has effects, such as a callback")
-    found = [
-        Piece(part.slice, None, tuple(v for v in part.slice.outputs if v in update.next_values)[:1])
-        for part in only.prelude_parts
-    ]
-    found += (Piece(p.slice, p, p.token) for p in only.slices)
-    return [Node(piece, piece.slice.inputs, piece.slice.outputs) for piece in found if piece.slice.outputs]
+    window = only.slices[0].window if only.slices else Window(0, "nothing moves")
+    apart = [s for s in only.first if isinstance(s, Slice)]
+    first = [Planned(s, Whole(), window, tuple(v for v in s.outputs if v in update.next_values)[:1]) for s in apart]
+    return [Node(p, p.slice.inputs, p.slice.outputs) for p in [*first, *only.slices] if p.slice.outputs]

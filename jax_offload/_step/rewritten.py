@@ -45,8 +45,8 @@ from jax_offload._emit.run import functions
 from jax_offload._ir.program import Program, expanded, flat, replaced, traced_for, without_effects_of_axes
 from jax_offload._ir.propagate import Node
 from jax_offload._ir.slices import Slice
-from jax_offload._plan.gates import Gate, Piece
 from jax_offload._plan.in_scan import InScan
+from jax_offload._plan.plan import Gate, Planned
 from jax_offload._step.canonical import canonical
 from jax_offload._step.checked import CannotRewrite, check_order, check_program, tell
 from jax_offload._step.parts import Parts, parts_of
@@ -169,7 +169,7 @@ def _in_parts(found: Parts, args: Sequence[Any]) -> list[Any]:
 
 def _run(part: Node, operands: Sequence[Any], names: Names, stays: tuple[str, ...]) -> Sequence[Any]:
     """Run a part on its operands. ``stays``: why the rest of an update does not move."""
-    this: Slice | InScan | Update | Piece = part.payload
+    this: Slice | InScan | Update | Planned = part.payload
 
     def named(operands: Sequence[Any]) -> dict[Var, Any]:
         return dict(zip(part.reads, operands, strict=True))
@@ -185,18 +185,18 @@ def _run(part: Node, operands: Sequence[Any], names: Names, stays: tuple[str, ..
             return as_written.run(*(given[v] for v in as_written.inputs))
 
         run = or_batched(lambda *xs: made(scanned(this, named(xs), names)), one_by_one)
-        return marked(lambda xs: run(*xs), operands, this)
+        return marked(lambda xs: run(*xs), operands, part.reads, this)
     if isinstance(this, Update):
         return bound(dataclasses.replace(this, stays=stays), operands)
-    if isinstance(this, Piece) and (planned := this.how) is not None:
+    if isinstance(this, Planned) and this.slice.loads:
 
         def piece(operands: Sequence[Any]) -> list[Any]:
             env = named(operands)
-            functions([planned], names)(planned, env)
+            functions([this], names)(this, env)
             return made(env)
 
-        return marked(piece, operands, this)
-    return (this.slice if isinstance(this, Piece) else this).run(*operands)
+        return marked(piece, operands, part.reads, this)
+    return (this.slice if isinstance(this, Planned) else this).run(*operands)
 
 
 def _cut_at(program: Program) -> str:
