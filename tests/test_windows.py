@@ -72,21 +72,6 @@ def test_what_cannot_be_chunked_says_why():
     assert way.startswith("whole") and "sort" in way
 
 
-ROW = 8 * 8 * 4  # bytes of a row of (·, 8, 8)
-
-
-@pytest.mark.parametrize(("rows", "loops"), [(4, [2] * 4), (6, [1, 3, 3, 3]), (8, [4] * 4), (2, [1] * 4)])
-def test_leaves_share_a_loop_as_long_as_one_row_of_each_fits_half_of_the_window(rows, loops):
-    """One direction of the link at a time is used by a loop over one leaf."""
-    found = ways([(64, 8, 8)] * 4, window=rows * ROW)
-    assert sorted(next((n for n in (2, 3, 4) if f"{n} leaves" in way), 1) for way in found) == loops
-
-
-def test_only_leaves_of_as_many_rows_share_a_loop():
-    found = ways([(64, 8, 8), (64, 8, 8), (32, 8, 8), (64, 8, 8)], window=16 * ROW)
-    assert ["3 leaves" in way for way in found] == [True, True, False, True]
-
-
 def normed():
     """Momentum scaled by the norm of all of it: the norm needs every leaf before any is updated."""
     trace = optax.trace(0.9)

@@ -352,7 +352,7 @@ class _Found:
 
 def _scattered(update: Update) -> Iterator[tuple[Var, NamedSharding]]:
     """Return the gradients that an update divides first, with their shardings, where types do not tell."""
-    gradients = {update.operands[i] for i in update.gradients}
+    gradients = {*update.gradients}
     for eqn in update.program.eqns:
         if eqn.primitive.name == "sharding_constraint" and isinstance(v := eqn.invars[0], Var) and v in gradients:
             s = eqn.params["sharding"]
@@ -374,9 +374,9 @@ def _shares(update: Update) -> tuple[Update, Update]:
 
 def _gradients_in_turn(update: Update, device: Update, eqn: Equation, defined: Set[Var]) -> list[Var]:
     """Return the large gradients if some of them stay on the device; none if their sharding is unknown."""
-    pairs = zip(eqn.invars, update.operands, strict=True)
-    stay = {*variables(v for v, own in pairs if own in {*device.operands})} & defined
-    large = [v for i in update.gradients if (v := eqn.invars[i]) in defined and math.prod(v.aval.shape) >= LARGE]
+    of = dict(zip(update.operands, eqn.invars, strict=True))
+    stay = {*variables(of[v] for v in of.keys() & {*device.operands})} & defined
+    large = [v for x in update.gradients if (v := of[x]) in defined and math.prod(v.aval.shape) >= LARGE]
     return [] if not update.take_turns or stay.isdisjoint(large) else [*variables(large)]
 
 

@@ -18,22 +18,19 @@ from jax.core import Tracer
 from jax_offload._base.donation import guarded
 from jax_offload._base.jaxprs import (
     Atom,
-    ClosedJaxpr,
     Jaxpr,
     closed,
-    jax_fun,
     jaxpr_of,
     nameless,
     only_callbacks,
     values_of,
     variables,
-    without_dead_code,
 )
 from jax_offload._base.on_disk import UpdatedFromDisk
-from jax_offload._base.own_primitives import call_primitive, params_of
+from jax_offload._base.own_primitives import Equations, call_primitive, equations_of_part, params_of
 from jax_offload._emit.rows import Names
 from jax_offload._emit.run import stream
-from jax_offload._ir.program import Program, Var
+from jax_offload._ir.program import Program, Var, as_program, expanded
 from jax_offload._ir.trace import Backward
 from jax_offload._plan.decide import passes_of
 from jax_offload._plan.in_scan import InScan
@@ -61,8 +58,7 @@ class Update:
 
     Attributes:
       program: the usual recipe (load all, update, store all).
-      gradients: positions among the program's arguments (its inputs without the constants), in the order of the
-        backward pass, which the trace around it knows.
+      gradients: its operands that are gradients, in the order of the backward pass, which the trace around it knows.
       take_turns: whether its gradients may wait for each other.
       names: of the state's leaves, of their next values too.
       next_values: result -> the argument that it is the next value of.
@@ -78,7 +74,7 @@ class Update:
     """
 
     program: Program
-    gradients: tuple[int, ...]
+    gradients: tuple[Var, ...]
     take_turns: bool
     names: Names
     next_values: Mapping[Var, Var]
@@ -97,10 +93,9 @@ class Update:
     @functools.cached_property
     def passes(self) -> Sequence[PlannedPass]:
         """How its slices run, pass after pass."""
-        gradients = [self.operands[i] for i in self.gradients]
         return passes_of(
             self.program, self.next_values, apart(self.claims, self.program.inputs), lambda v: self.rank.get(v, -1),
-            manual=self.manual, backward=self.backward, gradients=gradients, take_turns=self.take_turns,
+            manual=self.manual, backward=self.backward, gradients=self.gradients, take_turns=self.take_turns,
             gated=self.gated,
         )  # fmt: skip
 
@@ -147,13 +142,8 @@ class Update:
         needed, program = self.program.only(used)
         if all(used) and all(needed):
             return needed, self
-        places = {i: k for k, i in enumerate(i for i, n in enumerate(needed) if n)}
-        gradients = tuple(places[i] for i in self.gradients if i in places)
+        gradients = tuple(v for v in self.gradients if v in {*program.inputs})
         return needed, dataclasses.replace(self, program=program, gradients=gradients)
-
-    def replanned(self, program: Program, gradients: tuple[int, ...]) -> Update:
-        """The remainder of the update: ``program``, which consists of some of its equations."""
-        return dataclasses.replace(self, program=program, gradients=gradients)
 
     def updated_by(self, cores: bool) -> Update:
         """The same, with all of its leaves updated by the host's cores, or none of them."""
@@ -186,7 +176,7 @@ class Update:
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
-class Moved:
+class Moved(Equations):
     """A part of an update that runs elsewhere in a step, for example inside a scan.
 
     Attributes:
@@ -195,7 +185,6 @@ class Moved:
       plan: where it runs, with its slices, to be printed.
     """
 
-    jaxpr: ClosedJaxpr
     operands: list[Var]
     plan: InScan | Planned
 
@@ -206,25 +195,10 @@ class Moved:
     def planned(self) -> list[Planned]:
         return self.plan.planned if isinstance(self.plan, InScan) else [self.plan]
 
-    @property
-    def avals(self) -> tuple[list[Any], list[Any]]:
-        return [v.aval for v in self.jaxpr.jaxpr.invars], [v.aval for v in self.jaxpr.jaxpr.outvars]
-
-    @property
-    def effects(self) -> frozenset[Any]:
-        return frozenset(self.jaxpr.effects)
-
-    @property
-    def recipe(self) -> Jaxpr:
-        return self.jaxpr.jaxpr
-
     def only(self, used: Sequence[bool]) -> tuple[list[bool], Moved]:
-        jaxpr, needed = without_dead_code(self.jaxpr.jaxpr, used)
+        needed, same = super().only(used)
         operands = [v for v, n in zip(self.operands, needed, strict=True) if n]
-        return needed, dataclasses.replace(self, jaxpr=closed(jaxpr), operands=operands)
-
-    def emitted(self, args: Sequence[Any], *, lowered: bool = False, for_cpu: bool = False) -> list[Any]:
-        return jax_fun(self.jaxpr)(*args)
+        return needed, dataclasses.replace(same, operands=operands)
 
 
 def marked(
@@ -234,7 +208,7 @@ def marked(
     traced, _ = jaxpr_of(lambda *args: run(args), *args)
     if traced.consts or not only_callbacks(traced.effects):
         return run(args)
-    j = traced.jaxpr
+    j = expanded(traced.jaxpr, lambda eqn: None if (part := equations_of_part(eqn)) is None else as_program(part))
 
     def moved(results: list[Var]) -> Moved:
         jaxpr = Jaxpr([], j.invars, results, j.eqns, j.effects, nameless(j.debug_info))
@@ -247,13 +221,12 @@ def bound(update: Update, args: Sequence[Any]) -> list[Any]:
     """``update`` of these arguments, as one equation of the trace; outside of any trace it runs."""
     program = update.program
     # what the recipe closes over becomes operands: a tracer among an equation's parameters would outlive its trace
-    operands, shift = [*program.consts, *args], len(program.consts)
+    operands = [*program.consts, *args]
     if not any(isinstance(x, Tracer) for x in operands) or not only_callbacks(update.effects):
         return update.emitted(args)
-    gradients = tuple(shift + i for i in update.gradients)
 
     def with_operands(results: list[Var]) -> Update:
-        return update.replanned(dataclasses.replace(program, consts=[], outputs=[*results]), gradients)
+        return dataclasses.replace(update, program=dataclasses.replace(program, consts=[], outputs=[*results]))
 
     return _bind(with_operands, program.inputs, program.outputs, operands)
 

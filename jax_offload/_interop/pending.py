@@ -98,7 +98,7 @@ def _of_update(program: Program, number: int, carried: Mapping[Var, Any]) -> Pro
     at = [k for k, eqn in enumerate(program.eqns) if is_update(eqn)][number]
     before = program.eqns[:at]
     update = localised(program.eqns[at])
-    gradients = {*map(update.operands.__getitem__, update.gradients)}
+    gradients = {*update.gradients}
     defined = [v for each in before for v in each.outvars]
     late, sources = _left_late(before, gradients & {*filter(_is_large, defined)}, {*carried})
     moved = [v for v in defined if v in sources and _is_large(v)]

@@ -317,16 +317,6 @@ class Pass:
     slices: list[Slice]
 
 
-def joined(a: Slice, b: Slice) -> Slice:
-    """Join two slices into one. They have no effects: slices with effects do not go into a loop."""
-    inputs, outputs = (list(dict.fromkeys([*u, *v])) for u, v in ((a.inputs, b.inputs), (a.outputs, b.outputs)))
-    defined = {v for eqn in a.jaxpr.eqns for v in eqn.outvars}
-    # Both may compute the same scale.
-    eqns = [*a.jaxpr.eqns, *(eqn for eqn in b.jaxpr.eqns if not defined.issuperset(eqn.outvars))]
-    jaxpr = Jaxpr([], inputs, outputs, eqns, a.jaxpr.effects, a.jaxpr.debug_info)
-    return Slice(inputs, outputs, jaxpr, a.shards)
-
-
 def cut(program: Program, scalars_ahead: bool) -> list[Pass]:
     """The program as passes over the host leaves, in slices.
 

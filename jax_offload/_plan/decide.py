@@ -16,7 +16,7 @@ from jax_offload._base.memory import is_host_aval
 from jax_offload._ir.primitives import PLACED
 from jax_offload._ir.program import Program
 from jax_offload._ir.propagate import Mask, forward, union
-from jax_offload._ir.slices import Pass, Slice, consecutive, cut, joined, repeats_effects
+from jax_offload._ir.slices import Pass, Slice, consecutive, cut, repeats_effects
 from jax_offload._ir.trace import LARGE, Backward
 from jax_offload._plan.options import Claim
 from jax_offload._plan.plan import Gate, OnCores, Planned, PlannedPass, Whole, Window
@@ -88,7 +88,7 @@ def passes_of(
             window, large = _window(claim, [s.loaded_bytes for slices in own for s in slices], program, own_loop, gated)
             for slices, here, planned in zip(own, stay, found, strict=True):
                 planned += (Planned(s, OnCores(), window) for s in here)
-                fitted = _fitted(slices, next_of, window)
+                fitted = [_fitted(s, next_of, window) for s in slices]
                 planned += fitted
                 most = max([most, *(p.bytes_at_once for p in fitted)])
                 enough &= all(p.bytes_at_once <= large for p in fitted)
@@ -184,32 +184,10 @@ def _usual(sizes: Sequence[int]) -> int:
     return next((n for n, so_far in zip(sizes, accumulate(sizes), strict=True) if so_far >= USUAL * sum(sizes)), 0)
 
 
-def _fitted(slices: Sequence[Slice], next_of: Mapping[Var, Var], window: Window) -> list[Planned]:
-    """Plan the slices; those larger than the window go in chunks if their rows can be kept apart.
-
-    A loop over one host leaf uses one direction of the link at a time, because nothing can be read from a buffer while
-    it is written. So such leaves share a loop, if they have as many rows and one row of each fits.
-    """
-
-    def chunked(s: Slice) -> Planned:
-        return Planned(s, transfer_of(s, next_of, window.nbytes), window)
-
-    fitted: list[Planned] = []
-    shared: dict[int, Slice] = {}  # number of rows -> leaves that share a loop
-    for s in slices:
-        planned = chunked(s) if s.loaded_bytes > window.nbytes else Planned(s, Whole(), window)
-        if not planned.in_chunks or (len(s.loads), len(s.stores)) != (1, 1):
-            fitted.append(planned)
-            continue
-        rows = s.loads[0].aval.shape[0]
-        if (others := shared.get(rows)) is not None:
-            together = joined(others, s)
-            if together.loaded_bytes <= rows * (window.nbytes // 2) and chunked(together).in_chunks:
-                shared[rows] = together
-                continue
-            fitted.append(chunked(others))
-        shared[rows] = s
-    return fitted + [chunked(s) for s in shared.values()]
+def _fitted(s: Slice, next_of: Mapping[Var, Var], window: Window) -> Planned:
+    """Plan a slice: larger than the window it goes in chunks if its rows can be kept apart."""
+    large = s.loaded_bytes > window.nbytes
+    return Planned(s, transfer_of(s, next_of, window.nbytes) if large else Whole(), window)
 
 
 def _gated(slices: Sequence[Planned], gradients: Set[Var], before: tuple[Var, ...]) -> Iterator[Planned | Gate]:

@@ -76,7 +76,7 @@ def _is_apart(eqn: Equation) -> bool:
 def localised(eqn: Equation) -> Update:
     """Return the update of an equation in the step's variables: its operands and its results are the equation's."""
     update: Update = eqn.params["update"]
-    recipe, operands = update.program, update.operands
+    recipe = update.program
     new = Builder(names=dict(zip(recipe.inputs, eqn.invars, strict=True)))
     results = zip(variables(recipe.outputs), eqn.outvars, strict=True)
     new.copy(*recipe.eqns, results={v: x for v, x in results if not isinstance(x, DropVar)})
@@ -87,14 +87,16 @@ def localised(eqn: Equation) -> Update:
     def by_variable(known: Mapping[Var, T]) -> dict[Var, T]:
         return {x: fact for v, fact in known.items() if isinstance(x := new.names.get(v), Var)}
 
-    inputs = {v: k for k, v in enumerate(dict.fromkeys(variables(new.read(recipe.inputs))))}
-    gradients = dict.fromkeys(variables(new.read(operands[i] for i in update.gradients)))
+    inputs = list(dict.fromkeys(variables(new.read(recipe.inputs))))
+    gradients = dict.fromkeys(variables(new.read(update.gradients)))
     olds = by_variable({v: new.names.get(old) for v, old in update.next_values.items()})
     program = dataclasses.replace(
-        recipe, inputs=[*inputs], outputs=new.read(recipe.outputs), eqns=new.eqns, shards=by_variable(recipe.shards)
+        recipe, inputs=inputs, outputs=new.read(recipe.outputs), eqns=new.eqns, shards=by_variable(recipe.shards)
     )
     return dataclasses.replace(
-        update.replanned(program, tuple(inputs[v] for v in gradients)),
+        update,
+        program=program,
+        gradients=tuple(gradients),
         names=by_variable(update.names),
         rank=by_variable(update.rank),
         next_values={v: old for v, old in olds.items() if isinstance(old, Var)},
@@ -111,11 +113,11 @@ def consisting_of(update: Update, eqns: Sequence[Equation], wanted: Set[Var]) ->
     """Build an update from some equations that returns their ``wanted`` results."""
     recipe, defined = update.program, {v for eqn in eqns for v in eqn.outvars}
     read = dict.fromkeys(v for eqn in eqns for v in variables(eqn.invars) if v not in defined)
-    inputs = {v: k for k, v in enumerate(dict.fromkeys([*(v for v in recipe.inputs if v in read), *read]))}
+    inputs = list(dict.fromkeys([*(v for v in recipe.inputs if v in read), *read]))
     outputs: list[Atom] = [v for eqn in eqns for v in eqn.outvars if v in wanted]
-    program = dataclasses.replace(recipe, inputs=[*inputs], outputs=outputs, eqns=list(eqns), consts=[])
-    operands = update.operands
-    return update.replanned(program, tuple(inputs[v] for i in update.gradients if (v := operands[i]) in inputs))
+    program = dataclasses.replace(recipe, inputs=inputs, outputs=outputs, eqns=list(eqns), consts=[])
+    gradients = tuple(v for v in update.gradients if v in read)
+    return dataclasses.replace(update, program=program, gradients=gradients)
 
 
 def equation_of(update: Update, like: Equation) -> Equation:
@@ -145,7 +147,7 @@ class Inlined:
     @property
     def gradients(self) -> list[Var]:
         """The gradients of all updates."""
-        return [v for update in self.updates for v in map(update.operands.__getitem__, update.gradients)]
+        return [v for update in self.updates for v in update.gradients]
 
     @property
     def names(self) -> dict[Var, str]:

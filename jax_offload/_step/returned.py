@@ -112,7 +112,7 @@ def _of_rows(eqn: Equation, masks: Sequence[Mask]) -> Sequence[Mask] | None:
     """The bits of an equation's results: of elementwise arithmetic, the union of its operands' bits."""
     if is_update(eqn):
         update: Update = eqn.params["update"]
-        given = dict(zip(update.operands, masks, strict=True)) | {update.operands[k]: 0 for k in update.gradients}
+        given = dict(zip(update.operands, masks, strict=True)) | dict.fromkeys(update.gradients, 0)
         olds = [None if isinstance(v, Literal) else update.next_values.get(v) for v in update.program.outputs]
         return [UPDATED | (0 if old is None else given.get(old, 0)) for old in olds]
     if eqn.primitive.name in _ROWS:

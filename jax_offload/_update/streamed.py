@@ -84,7 +84,7 @@ def _update(traced: Traced, given: Options, updates: Any, state: Any, params: An
     own, named = traced.of_inputs(rank), traced.of_inputs([None] * traced.starts[1] + names)
     return Update(
         program,
-        tuple(traced.position[i] for i in order if i in traced.position),
+        tuple(v for i in order if (v := traced.inputs[i]) is not None),
         _take_turns(given, updates),
         named | {new: named[old] for new, old in next_values.items() if old in named},
         next_values,
@@ -101,13 +101,14 @@ def _next_values(
 ) -> dict[Var, Var]:
     """Map each result to the input whose next value it is, and whose buffer it may take."""
     paths = [key_of(path) for path, _ in jax.tree_util.tree_flatten_with_path(updates)[0]]
-    inputs, starts, found, result = traced.inputs, traced.starts, {}, 0
+    found, result = dict[Var, Var](), 0
     for tree, argument in zip(traced.out_tree.children(), next_of, strict=True):
+        given = traced.leaves(argument)
         for k, place in _same_places(tree, traced.trees[argument]):
-            out, at = outputs[result + k], traced.position.get(starts[argument] + place)
+            out, old = outputs[result + k], given[place]
             replicated = argument == 0 and paths[place] in partitions  # larger than the gradient
-            if at is not None and not replicated and not isinstance(out, Literal):
-                found[out] = inputs[at]
+            if old is not None and not replicated and not isinstance(out, Literal):
+                found[out] = old
         result += tree.num_leaves
     return found
 
@@ -127,11 +128,9 @@ def _in_order(traced: Traced, updates: Any, owner_of: Sequence[int | None], prod
     The ``order`` of an ``offload`` sorts the gradients of its own leaves; if there is only one, it also sorts gradients
     without a state. The others keep their places.
     """
-    of, start = claimed(traced.claims), traced.starts[1]
-    said: dict[int, tuple[str, ...] | None] = {}
-    for k, i in enumerate(owner_of):
-        at = traced.position.get(start + k)
-        if at is not None and i is not None and (claim := of.get(traced.inputs[at])) is not None:
+    of, said = claimed(traced.claims), dict[int, tuple[str, ...] | None]()
+    for v, i in zip(traced.leaves(1), owner_of, strict=True):
+        if v is not None and i is not None and (claim := of.get(v)) is not None:
             said.setdefault(i, claim.options.order)
     rank = ranks(updates, updates, None, produced)
     in_order = sorted(range(len(rank)), key=rank.__getitem__)
@@ -194,40 +193,31 @@ class Traced:
       program: the traced program; its inputs, except the constants, are the arrays among the arguments' leaves.
       out_tree: the tree of the results.
       trees: the trees of the arguments.
-      arrays: the numbers of the arguments' leaves that are arrays.
+      inputs: for each leaf of the arguments its variable in the program; ``None`` if it is no array.
       claims: the claims of the ``offload`` whose recipe it is, and of the offloads in it.
-      sharded: like ``program``, but it leaves divided the updates that ``program`` gathers (ZeRO-1).
     """
 
     program: Program
     out_tree: Any
     trees: tuple[Any, ...]
-    arrays: list[int]
+    inputs: Sequence[Var | None]
     claims: tuple[Claim, ...] = ()
-
-    @property
-    def inputs(self) -> list[Var]:
-        """The inputs of the program, one for each array."""
-        return self.program.inputs[len(self.program.consts) :]
 
     @functools.cached_property
     def starts(self) -> list[int]:
         """The number of each argument's first leaf."""
         return [0, *accumulate(tree.num_leaves for tree in self.trees)]
 
-    @functools.cached_property
-    def position(self) -> dict[int, int]:
-        """Map the number of a leaf to its number among the arrays."""
-        return {i: k for k, i in enumerate(self.arrays)}
+    def leaves(self, argument: int) -> Sequence[Var | None]:
+        """The variables of an argument's leaves."""
+        return self.inputs[self.starts[argument] : self.starts[argument + 1]]
 
     def operands(self, args: tuple[Any, ...]) -> list[Any]:
-        leaves = jax.tree.leaves(args)
-        return [leaves[i] for i in self.arrays]
+        return [x for x, v in zip(jax.tree.leaves(args), self.inputs, strict=True) if v is not None]
 
     def of_inputs(self, values: Sequence[Any]) -> dict[Var, Any]:
-        """Map the program's inputs to the values that are given for the arguments' leaves; ``None`` is left out."""
-        inputs, position = self.inputs, self.position
-        return {inputs[position[i]]: x for i, x in enumerate(values) if x is not None and i in position}
+        """Map variables to the values given for the first leaves of the arguments; ``None`` is left out."""
+        return {v: x for v, x in zip(self.inputs, values, strict=False) if v is not None and x is not None}
 
 
 def traced(recipe: Callable[..., Any], args: tuple[Any, ...], options: Options | None = None) -> Traced:
@@ -254,21 +244,21 @@ def traced(recipe: Callable[..., Any], args: tuple[Any, ...], options: Options |
     found = updates_in(jaxpr) if any(map(holds_update, jaxpr.jaxpr.eqns)) else []
     inside = [(each, each.update) for each in found if isinstance(each.update, Update)]
     program = without_branches(without_updates(jaxpr) if inside else without_round_trips(flat(jaxpr)))
-    trace = Traced(program, out_tree[0], tuple(treedef.children()), arrays)
-    claims = []
+    variable_of = dict(zip(arrays, program.inputs[len(program.consts) :], strict=True))
+    trace = Traced(program, out_tree[0], tuple(treedef.children()), [variable_of.get(i) for i in range(len(leaves))])
+    claims = list[Claim]()
     if options is not None:
-        start, end = trace.starts[1:3]
-        own = {i - start: v for i, v in zip(arrays, trace.inputs, strict=True) if start <= i < end}
-        of = [frozenset(v for k, v in own.items() if k in some) for some in (options.on_cores, options.on_disk)]
-        claims.append(Claim(options, frozenset(own.values()), *of))
+        own = [(k, v) for k, v in enumerate(trace.leaves(1)) if v is not None]
+        of = [frozenset(v for k, v in own if k in some) for some in (options.on_cores, options.on_disk)]
+        claims.append(Claim(options, frozenset(v for _, v in own), *of))
     for each, update in inside:
         claims += (
             Claim(c.options, *(frozenset(each.inputs_of(leaves)) for leaves in (c.leaves, c.on_cores, c.on_disk)))
             for c in update.claims
         )
     # Gradients and parameters in host memory go through the window of the first offload's state.
-    start, end, numbered = *trace.starts[1:3], zip(arrays, trace.inputs, strict=True)
-    others = {v for i, v in numbered if is_host_aval(v.aval) and not start <= i < end} - {*claimed(claims)}
+    state = {*trace.leaves(1), *claimed(claims)}
+    others = {v for v in variable_of.values() if is_host_aval(v.aval) and v not in state}
     if others and claims:
         if any(each.on_cores or each.on_disk for each in claims):
             updates, _, params, *_ = args
