@@ -50,8 +50,15 @@ from jax_offload._plan.options import Options, Order
 from jax_offload._precision.masters import checked_update
 from jax_offload._precision.storage import adopted, rules_of, warn_of_unstored, with_storage
 from jax_offload._state.state import placed_leaves
-from jax_offload._update.recipe import checked_skip, old_where, returned, sharded_params, where_it_was, zero_where
-from jax_offload._update.streamed import streamed
+from jax_offload._update.recipe import (
+    checked_skip,
+    old_where,
+    returned,
+    sharded_params,
+    streamed,
+    where_it_was,
+    zero_where,
+)
 
 DEFAULT_MIN_BYTES = 2**16  # below this a transfer costs the link its latency (about 10 us) rather than its bytes
 

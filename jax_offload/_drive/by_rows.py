@@ -16,8 +16,8 @@ import numpy as np
 from jax_offload._base.jaxprs import Atom, Var, jaxpr_of, variables
 from jax_offload._base.memory import is_host_aval
 from jax_offload._base.on_disk import Ends, Range
-from jax_offload._emit.chunks import group_looped
 from jax_offload._emit.region import Update
+from jax_offload._emit.rows import group_looped
 from jax_offload._ir.program import structure
 from jax_offload._plan.plan import Chunked, Planned
 from jax_offload._plan.transfers import in_parts

@@ -13,8 +13,7 @@ from jax_offload._base.barriers import gate, opaque
 from jax_offload._base.jaxprs import Var, closed, jax_fun, jit, values_of
 from jax_offload._base.memory import is_host_aval, to_device, to_host
 from jax_offload._base.shardings import zeros
-from jax_offload._emit.chunks import looped, or_batched
-from jax_offload._emit.rows import Names, prefetch, update_of, write_back
+from jax_offload._emit.rows import Names, looped, or_batched, prefetch, update_of, write_back
 from jax_offload._ir.program import Program, numbered, structure
 from jax_offload._ir.slices import Slice
 from jax_offload._plan.plan import Chunked, Gate, Planned, PlannedPass

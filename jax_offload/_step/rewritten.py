@@ -36,11 +36,10 @@ from jax_offload._base.jaxprs import (
 )
 from jax_offload._base.memory import is_host_aval, on_host
 from jax_offload._base.on_disk import READ, WRITE, is_on_disk
-from jax_offload._emit.chunks import or_batched
 from jax_offload._emit.find import holds_update, is_update
 from jax_offload._emit.hoisted import scanned
 from jax_offload._emit.region import Update, bound, marked
-from jax_offload._emit.rows import Names
+from jax_offload._emit.rows import Names, or_batched
 from jax_offload._emit.run import functions
 from jax_offload._ir.program import Program, expanded, flat, replaced, traced_for, without_effects_of_axes
 from jax_offload._ir.propagate import Node

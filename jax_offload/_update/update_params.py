@@ -14,8 +14,7 @@ from jax_offload._base.shardings import types_tell
 from jax_offload._placement.arguments import check_managed, check_not_in_multi_steps, check_transformation
 from jax_offload._plan.options import merged
 from jax_offload._precision.masters import applied_to_masters
-from jax_offload._update.recipe import checked_skip, old_where, replicated_into, sharded_params, where_it_was
-from jax_offload._update.streamed import streamed
+from jax_offload._update.recipe import checked_skip, old_where, replicated_into, sharded_params, streamed, where_it_was
 
 
 @compiled_where_eager(like=lambda tx, grads, state, params, **_: params)
