@@ -240,85 +240,60 @@ def group_looped(s: Slice, how: Chunked, names: Names, size: int) -> Callable[..
     buffer of its own.
     """
     into = [v if old is None else old for v, old in zip(s.outputs, how.buffers, strict=True)]
-    loads, rows = s.core.loads, min(how.rows, size)
+    loads, rows = [v for v in s.inputs if v in s.core.loads], min(how.rows, size)
 
     def run(start: Any, operands: Sequence[Any], before: Values) -> list[Any]:
-        given = dict(zip(s.inputs, operands, strict=True))
-        loop = _Loop(s, how, buffers_of(s, how, names), given, [v for v in s.inputs if v in loads], start)
+        given, buffers = dict(zip(s.inputs, operands, strict=True)), buffers_of(s, how, names)
+
+        def updated(wholes: Values, loaded: Values, chunk: Chunk) -> State:
+            """Update a chunk, and write the part of it that stays on the device."""
+            wholes, (at, n) = dict(wholes), chunk
+            now, row = ChainMap(wholes, given), start + at
+            xs = {
+                v: buffers.read(v, now[v], at if is_host_aval(v.aval) else row, n) for v in s.inputs if v not in loads
+            }
+            held = [v for v in xs if v in wholes]
+            xs |= zip(held, read_once([xs[v] for v in held]), strict=True)
+            new = buffers.updated(s, how, [loaded[v] if v in loaded else xs[v] for v in s.inputs], row, n)
+            return wholes, buffers.keep(s, how, new, wholes, row)
+
+        def exchanged(wholes: Values, new: Values, at: Any, then: Chunk | None) -> State:
+            """Store ``new`` from row ``at`` on, and load chunk ``then``. Each leaf is stored while the next one is
+            loaded, and the last one while the first is, which is stored by then."""
+            arrays, loaded, left = ChainMap(dict(wholes), given), Values(), dict(new)
+            first, n = then or (0, 0)
+            for k, v in enumerate(loads):
+                stored = {v: left.pop(v)} if v in left else {}
+                if stored and v in loaded:
+                    stored[v], loaded[v] = written_after(stored[v], loaded[v])
+                loaded |= buffers.exchange(arrays, stored, at, loads[k + 1 : k + 2] if then else [], first, n)
+            loaded |= buffers.exchange(arrays, left, at, loads[:1] if then else [], first, n)
+            return dict(arrays.maps[0]), loaded
+
         full, rest = divmod(size, rows)
-        first = (full * rows, rest) if rest else (0, rows)
-        state = loop.first({v: given[v] for v in into if v in given} | fresh(s, how) | before, first)
+        chunk = (full * rows, rest) if rest else (0, rows)
+        blank = {v: given[v] for v in into if v in given} | fresh(s, how) | before
+        state = updated(blank, {v: buffers.load(given, v, *chunk) for v in loads}, chunk)
         if rest:
-            state = loop.advance(first[0], (0, rows), state)
+            state = updated(*exchanged(*state, chunk[0], (0, rows)), (0, rows))
         if full > 1:
             end, keys = opaque(jnp.int32(2)) if full == 2 else full, [[*values] for values in state]
 
-            def advance(i: Any, values: Any) -> Any:
+            def named(values: Any) -> State:
                 wholes, new = (dict(zip(vs, xs, strict=True)) for vs, xs in zip(keys, values, strict=True))
+                return wholes, new
+
+            def advance(i: Any, values: Any) -> Any:
                 i = jnp.minimum(i, full)  # not the counter itself, which is written when every copy has read it
-                after = loop.advance((i - 1) * rows, (i * rows, rows), (wholes, new))
+                chunk = i * rows, rows
+                after = updated(*exchanged(*named(values), (i - 1) * rows, chunk), chunk)
                 return [[x[v] for v in vs] for vs, x in zip(keys, after, strict=True)]
 
-            values = jax.lax.fori_loop(1, end, advance, [[*values.values()] for values in state])
-            wholes, new = (dict(zip(vs, xs, strict=True)) for vs, xs in zip(keys, values, strict=True))
-            state = wholes, new
-        wholes, _ = loop.exchange(*state, (full - 1) * rows, None)
+            state = named(jax.lax.fori_loop(1, end, advance, [[*values.values()] for values in state]))
+        wholes, _ = exchanged(*state, (full - 1) * rows, None)
         return [wholes[v] for v in into]
 
     return run
-
-
-@dataclasses.dataclass(frozen=True)
-class _Loop:
-    """The loop over the chunks of a slice.
-
-    Attributes:
-      given: the slice's operands.
-      loads: the operands that are loaded.
-      start: the number of the first row that is on the host.
-    """
-
-    s: Slice
-    how: Chunked
-    buffers: Buffers
-    given: Values
-    loads: Sequence[Var]
-    start: Any
-
-    def first(self, wholes: Values, chunk: Chunk) -> State:
-        """The values after the first chunk's update."""
-        return self.update(wholes, {v: self.buffers.load(self.given, v, *chunk) for v in self.loads}, chunk)
-
-    def advance(self, at: Any, then: Chunk, state: State) -> State:
-        """Stores the chunk that begins at row ``at``; loads and updates chunk ``then``."""
-        return self.update(*self.exchange(*state, at, then), then)
-
-    def update(self, wholes: Values, loaded: Values, chunk: Chunk) -> State:
-        """Updates a chunk, and writes the part of it that stays on the device."""
-        wholes, s, (at, n) = dict(wholes), self.s, chunk
-        now, row = ChainMap(wholes, self.given), self.start + at
-        reads = self.buffers.read
-        given = [
-            loaded[v] if v in loaded else reads(v, now[v], at if is_host_aval(v.aval) else row, n) for v in s.inputs
-        ]
-        held = [i for i, v in enumerate(s.inputs) if v in wholes and v not in loaded]
-        for i, x in zip(held, read_once([given[i] for i in held]), strict=True):
-            given[i] = x
-        new = self.buffers.updated(s, self.how, given, row, n)
-        return wholes, self.buffers.keep(s, self.how, new, wholes, row)
-
-    def exchange(self, wholes: Values, new: Values, at: Any, then: Chunk | None) -> State:
-        """Stores ``new`` from row ``at`` on; loads chunk ``then``. Each leaf is stored while the next one is loaded,
-        and the last one while the first is, which is stored by then."""
-        arrays, loaded, left = ChainMap(dict(wholes), self.given), Values(), dict(new)
-        start, n = then or (0, 0)
-        for k, v in enumerate(self.loads):
-            stored = {v: left.pop(v)} if v in left else {}
-            if stored and v in loaded:
-                stored[v], loaded[v] = written_after(stored[v], loaded[v])
-            loaded |= self.buffers.exchange(arrays, stored, at, self.loads[k + 1 : k + 2] if then else [], start, n)
-        loaded |= self.buffers.exchange(arrays, left, at, self.loads[:1] if then else [], start, n)
-        return dict(arrays.maps[0]), loaded
 
 
 def or_batched(looped: Any, at_once: Any) -> Any:
