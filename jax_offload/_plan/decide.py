@@ -71,51 +71,45 @@ def passes_of(
       take_turns: whether they may wait for each other.
       gated: whether each slice runs by itself, between gates of the passes.
     """
-    best: tuple[int, list[Pass], list[list[Planned]]] | None = None
+    best: tuple[int, list[tuple[Pass, list[Planned], Mapping[Var, Var] | None]]] | None = None
     on_cores = frozenset[Var]().union(*(claim.on_cores for claim in claims))  # and with them all of their slices
-    hosts = frozenset[Var]().union(*(claim.leaves for claim in claims)) - on_cores
+    moved = sum(nbytes(v.aval) for claim in claims for v in claim.leaves - on_cores)
     for scalars_ahead in False, True:
         passes = cut(program, scalars_ahead)
         if scalars_ahead and repeats_effects(program, passes):
             break
-        found: list[list[Planned]] = [[] for _ in passes]
-        enough, most = True, 0
-        own_loop = _put_off(backward, program, hosts, {*gradients} & {*passes[0].prelude.inputs})
-        for claim in claims:
-            own = [[s for s in p.slices if _claim(s, claims) is claim] for p in passes]
-            stay = [[s for s in slices if not on_cores.isdisjoint(s.loads)] for slices in own]
-            own = [[s for s in slices if on_cores.isdisjoint(s.loads)] for slices in own]
-            window, large = _window(claim, [s.loaded_bytes for slices in own for s in slices], program, own_loop, gated)
-            for slices, here, planned in zip(own, stay, found, strict=True):
-                planned += (Planned(s, OnCores(), window) for s in here)
-                fitted = [_fitted(s, next_of, window) for s in slices]
-                planned += fitted
-                most = max([most, *(p.bytes_at_once for p in fitted)])
-                enough &= all(p.bytes_at_once <= large for p in fitted)
+        of = {id(s): _claim(s, claims) for each in passes for s in each.slices}
+        streamed = [s for each in passes for s in each.slices if on_cores.isdisjoint(s.loads)]
+        ungated = {*gradients} & {*passes[0].prelude.inputs}
+        own_loop = "" if manual else _own_loop(program, moved, streamed, claims, backward, ungated)
+        carried = [_carried(each.slices, next_of) if own_loop else None for each in passes]
+        if any(each.slices and loop is None for each, loop in zip(passes, carried, strict=True)):
+            own_loop, carried = "", [None for _ in passes]
+        windows = {
+            c: _window(c, [s.loaded_bytes for s in streamed if of[id(s)] is c], program, own_loop, gated)
+            for c in claims
+        }
+        found, most, enough = [list[Planned]() for _ in passes], 0, True
+        for each, planned in zip(passes, found, strict=True):
+            for s in each.slices:
+                window, large = windows[of[id(s)]]
+                stays, fits = not on_cores.isdisjoint(s.loads), s.loaded_bytes <= window.nbytes
+                how = OnCores() if stays else Whole() if fits else transfer_of(s, next_of, window.nbytes)
+                planned.append(p := Planned(s, how, window))
+                most, enough = max(most, p.bytes_at_once), enough and p.bytes_at_once <= large
         if best is None or most < best[0]:
-            best = most, passes, found
+            best = most, [*zip(passes, found, carried, strict=True)]
         if enough:
             break
     assert best is not None  # two were tried
-    _, passes, found = best
-    carried = [_carried(slices, next_of, manual) for slices in found]
-    if any(slices and loop is None for slices, loop in zip(found, carried, strict=True)):
-        found, carried = _in_sight(found), [None for _ in found]
-    ordered = [sorted(slices, key=lambda p: min(map(rank, p.slice.loads), default=0)) for slices in found]
     schedules, before = list[PlannedPass](), tuple[Var, ...]()
-    for each, slices, loop in zip(passes, ordered, carried, strict=True):
-        planned = [dataclasses.replace(p, token=_token(p.slice, next_of)) for p in slices]
+    for each, unordered, loop in best[1]:
+        ordered = sorted(unordered, key=lambda p: min(map(rank, p.slice.loads), default=0))
+        ordered = [dataclasses.replace(p, token=_token(p.slice, next_of)) for p in ordered]
         first = in_turn(each.prelude, gradients) if take_turns or gated else (each.prelude,)
-        schedules.append(PlannedPass(each.prelude, first, tuple(_gated(planned, {*gradients}, before)), loop))
-        before = planned[-1].token if planned else before
+        schedules.append(PlannedPass(each.prelude, first, tuple(_gated(ordered, {*gradients}, before)), loop))
+        before = ordered[-1].token if ordered else before
     return schedules
-
-
-def _in_sight(found: Sequence[Sequence[Planned]]) -> list[list[Planned]]:
-    """The slices of all passes, none to run in a loop of its own."""
-    windows = {id(p.window): p.window for slices in found for p in slices}
-    windows = {key: dataclasses.replace(window, own_loop="") for key, window in windows.items()}
-    return [[dataclasses.replace(p, window=windows[id(p.window)]) for p in slices] for slices in found]
 
 
 def _claim(s: Slice, claims: Sequence[Claim]) -> Claim:
@@ -128,30 +122,38 @@ def _claim(s: Slice, claims: Sequence[Claim]) -> Claim:
     )
 
 
-def _put_off(backward: Backward | None, program: Program, hosts: Set[Var], ungated: Set[Var]) -> str:
+def _own_loop(
+    program: Program,
+    moved: int,
+    streamed: Sequence[Slice],
+    claims: Sequence[Claim],
+    backward: Backward | None,
+    ungated: Set[Var],
+) -> str:
     """Say why no slice can run among the matmuls of the backward pass; return an empty string if slices can.
 
     XLA's scheduler runs everything as late as the copies allow. The memory that this costs is bounded if all gradients
     that it puts off take less than the state on the host. The delay is short if a load waits for each gradient, and
     takes about as long as the layer's arithmetic. No load waits for the ``ungated`` gradients: their leaves stay on the
     device, or only a norm needs them.
+
+    Where something is divided, collectives are in the scheduler's sight anyway, and small pieces may be. What gathers
+    (ZeRO-1) is a collective itself, beside which nothing would run.
     """
-    moved = sum(nbytes(v.aval) for v in program.inputs if v in hosts)
-    if backward is None or 2 * backward.held <= moved:
-        return ""
-    late = backward.scaled or any(math.prod(v.aval.shape) >= LARGE for v in ungated)
-    return PUT_OFF if late or backward.flops > FLOPS_PER_BYTE * moved else ""
-
-
-def _window(
-    claim: Claim, sizes: Sequence[int], program: Program, own_loop: str = "", gated: bool = False
-) -> tuple[Window, int]:
-    """Choose the window for slices of these sizes, and the most bytes at once that need no pass of their own."""
-    # Where something is divided, collectives are in the scheduler's sight anyway, and small pieces may be. What gathers
-    # (ZeRO-1) is a collective itself, beside which nothing would run.
     is_divided = any(math.prod(shards) > 1 for shards in program.shards.values())
     if is_divided and any(eqn.primitive.name in PLACED - {"device_put"} for eqn in program.eqns):
-        own_loop = ""
+        return ""
+    if backward is not None and 2 * backward.held > moved:
+        late = backward.scaled or any(math.prod(v.aval.shape) >= LARGE for v in ungated)
+        if late or backward.flops > FLOPS_PER_BYTE * moved:
+            return PUT_OFF
+    given = any(c.leaves and c.options.window is not None for c in claims)
+    is_small = 0 < _usual([s.loaded_bytes for s in streamed]) < LEAST_HIDDEN
+    return SMALL_PIECES if is_small and not is_divided and not given else ""
+
+
+def _window(claim: Claim, sizes: Sequence[int], program: Program, own_loop: str, gated: bool) -> tuple[Window, int]:
+    """Choose the window for slices of these sizes, and the most bytes at once that need no pass of their own."""
     if (given := claim.options.window) is not None:
         return Window(given, "as given", own_loop=own_loop), given
     state = sum(nbytes(v.aval) // math.prod(program.shards.get(v, ())) for v in claim.leaves)
@@ -159,10 +161,9 @@ def _window(
     largest = min(_large(state), state // GATED_SHARE) if gated else default.nbytes
     fits = usual <= max(largest, default.nbytes)
     chosen = Window(5 * usual // 2, "two and a half of its usual pieces") if fits else default
-    own_loop = own_loop or (SMALL_PIECES if not is_divided and 0 < usual < LEAST_HIDDEN else "")
-    chosen = dataclasses.replace(chosen, own_loop=own_loop)
     # An embedding may be larger than the window, up to twice what a small model's may be.
-    return chosen, max(chosen.nbytes, min(_large(state), 2 * default.nbytes))
+    most = max(chosen.nbytes, min(_large(state), 2 * default.nbytes))
+    return dataclasses.replace(chosen, own_loop=own_loop), most
 
 
 def default_window(state: int) -> Window:
@@ -182,12 +183,6 @@ def _usual(sizes: Sequence[int]) -> int:
     """The size of a usual slice, in bytes of host leaves on one device: slices up to it hold most of the state."""
     sizes = sorted(sizes)
     return next((n for n, so_far in zip(sizes, accumulate(sizes), strict=True) if so_far >= USUAL * sum(sizes)), 0)
-
-
-def _fitted(s: Slice, next_of: Mapping[Var, Var], window: Window) -> Planned:
-    """Plan a slice: larger than the window it goes in chunks if its rows can be kept apart."""
-    large = s.loaded_bytes > window.nbytes
-    return Planned(s, transfer_of(s, next_of, window.nbytes) if large else Whole(), window)
 
 
 def _gated(slices: Sequence[Planned], gradients: Set[Var], before: tuple[Var, ...]) -> Iterator[Planned | Gate]:
@@ -232,17 +227,17 @@ def _token(s: Slice, next_of: Mapping[Var, Var]) -> tuple[Var, ...]:
     return (*s.stores, *(v for v in s.outputs if v in pins and v in next_of)) or tuple(s.outputs[:1])
 
 
-def _carried(slices: Sequence[Planned], next_of: Mapping[Var, Var], manual: bool) -> Mapping[Var, Var] | None:
+def _carried(slices: Sequence[Slice], next_of: Mapping[Var, Var]) -> Mapping[Var, Var] | None:
     """Map each result to the operand whose buffer it takes in a loop around the slices.
 
     ``None`` if they need no loop, or cannot have one: host leaves must take the buffers of their old values.
     """
-    if manual or not slices or not all(p.window.own_loop for p in slices) or any(p.slice.jaxpr.effects for p in slices):
+    if not slices or any(s.jaxpr.effects for s in slices):
         return None
     # XLA rounds arithmetic in float16 where a fusion ends, and a loop moves that: 3 units in the last place.
-    if any(v.aval.dtype == jnp.float16 for p in slices for v in (*p.slice.inputs, *p.slice.outputs)):
+    if any(v.aval.dtype == jnp.float16 for s in slices for v in (*s.inputs, *s.outputs)):
         return None
-    pairs = [pair for p in slices for pair in zip(p.slice.outputs, buffers(p.slice, next_of), strict=True)]
+    pairs = [pair for s in slices for pair in zip(s.outputs, buffers(s, next_of), strict=True)]
     carried = {v: old for v, old in pairs if old is not None}
     fresh = [v for v, old in pairs if old is None]
     extended = any(jnp.issubdtype(v.aval.dtype, jax.dtypes.extended) for v in fresh)

@@ -116,7 +116,7 @@ class Hoist:
         if not moves:
             return None, why
         plan = InScan(scan, tuple(moves), tuple(y for y in scan.ys if y in kept), False, frozenset(moved))
-        makers, in_place = made_by(self.program.eqns), {*plan.in_place}
+        in_place = {*plan.in_place}
         again = {k: r for k, x in enumerate(scan.xs) if (r := self._reread(makers, x, in_place))}
         return dataclasses.replace(plan, reread=again), why
 
