@@ -32,10 +32,10 @@ from jax_offload._emit.rows import Names
 from jax_offload._emit.run import stream
 from jax_offload._ir.program import Program, Var, as_program, expanded
 from jax_offload._ir.trace import Backward
-from jax_offload._plan.decide import passes_of
+from jax_offload._plan.decide import schedules_of
 from jax_offload._plan.in_scan import InScan
 from jax_offload._plan.options import Claim, apart
-from jax_offload._plan.plan import Planned, PlannedPass
+from jax_offload._plan.plan import Planned, Schedule
 
 NAME = "jax_offload_update"
 REGION = call_primitive(NAME)  # whose equations `find` finds
@@ -91,9 +91,9 @@ class Update:
         return f"Update({sum(len(each.slices) for each in self.passes)} slices)"
 
     @functools.cached_property
-    def passes(self) -> Sequence[PlannedPass]:
+    def passes(self) -> Sequence[Schedule]:
         """How its slices run, pass after pass."""
-        return passes_of(
+        return schedules_of(
             self.program, self.next_values, apart(self.claims, self.program.inputs), lambda v: self.rank.get(v, -1),
             manual=self.manual, backward=self.backward, gradients=self.gradients, take_turns=self.take_turns,
             gated=self.gated,

@@ -16,14 +16,14 @@ from jax_offload._base.shardings import zeros
 from jax_offload._emit.rows import Names, looped, or_batched, prefetch, update_of, write_back
 from jax_offload._ir.program import Program, numbered, structure
 from jax_offload._ir.slices import Slice
-from jax_offload._plan.plan import Chunked, Gate, Planned, PlannedPass
+from jax_offload._plan.plan import Chunked, Gate, Planned, Schedule
 
 Env = dict[Var, Any]
 
 
 def stream(
     program: Program,
-    passes: Sequence[PlannedPass],
+    passes: Sequence[Schedule],
     args: Sequence[Any],
     *,
     names: Names,
@@ -63,7 +63,7 @@ def _follow(order: Iterable[Slice | Planned | Gate], run: Callable[[Planned, Env
             run(step, env)
 
 
-def _run_in_own_loop(each: PlannedPass, run: Callable[[Planned, Env], None], env: Env, *, lowered: bool) -> None:
+def _run_in_own_loop(each: Schedule, run: Callable[[Planned, Env], None], env: Env, *, lowered: bool) -> None:
     """Run the slices of a pass in a loop that runs once; XLA does not know that it runs once."""
     outputs = list(dict.fromkeys(v for p in each.slices for v in p.slice.outputs))
     waits_for = [v for step in each.order if isinstance(step, Gate) for v in step.waits_for if v not in outputs]

@@ -19,7 +19,7 @@ from jax_offload._ir.propagate import Mask, forward, union
 from jax_offload._ir.slices import Pass, Slice, consecutive, cut, repeats_effects
 from jax_offload._ir.trace import LARGE, Backward
 from jax_offload._plan.options import Claim
-from jax_offload._plan.plan import Gate, OnCores, Planned, PlannedPass, Whole, Window
+from jax_offload._plan.plan import Gate, OnCores, Planned, Schedule, Whole, Window
 from jax_offload._plan.transfers import buffers, transfer_of
 
 # Slices up to this size, or up to this share of the state, are loaded whole, and the window holds two and a half of
@@ -43,7 +43,7 @@ FLOPS_PER_BYTE = 24000
 PUT_OFF = "or XLA would put off the matmuls that make the gradients; jax_offload.jit can hide these transfers"
 
 
-def passes_of(
+def schedules_of(
     program: Program,
     next_of: Mapping[Var, Var],
     claims: Sequence[Claim],
@@ -54,7 +54,7 @@ def passes_of(
     gradients: Sequence[Var] = (),
     take_turns: bool = False,
     gated: bool = False,
-) -> list[PlannedPass]:
+) -> list[Schedule]:
     """Plan the slices of a traced update. Slices larger than their window go in chunks if their rows can be kept apart.
 
     Scalars that need the state get a pass of their own, ahead of the other one, if that lowers the memory on the
@@ -102,12 +102,12 @@ def passes_of(
         if enough:
             break
     assert best is not None  # two were tried
-    schedules, before = list[PlannedPass](), tuple[Var, ...]()
+    schedules, before = list[Schedule](), tuple[Var, ...]()
     for each, unordered, loop in best[1]:
         ordered = sorted(unordered, key=lambda p: min(map(rank, p.slice.loads), default=0))
         ordered = [dataclasses.replace(p, token=_token(p.slice, next_of)) for p in ordered]
         first = in_turn(each.prelude, gradients) if take_turns or gated else (each.prelude,)
-        schedules.append(PlannedPass(each.prelude, first, tuple(_gated(ordered, {*gradients}, before)), loop))
+        schedules.append(Schedule(each.prelude, first, tuple(_gated(ordered, {*gradients}, before)), loop))
         before = ordered[-1].token if ordered else before
     return schedules
 

@@ -153,7 +153,7 @@ class Gate:
 
 
 @dataclasses.dataclass(frozen=True)
-class PlannedPass:
+class Schedule:
     """A schedule: slices and gates in the order in which they run.
 
     Attributes:
