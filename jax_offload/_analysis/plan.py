@@ -455,7 +455,8 @@ def _waits_for_all(update: Update) -> bool:
     if len(update.passes) != 1:
         return len(update.passes) > 1
     (only,) = update.passes
-    made = NEEDS.spread(only.prelude.jaxpr.eqns, {v: int(v in update.gradients) for v in only.prelude.inputs})
+    gradients = {*update.gradients}
+    made = NEEDS.spread(only.prelude.jaxpr.eqns, {v: int(v in gradients) for v in only.prelude.inputs})
     read = {v for p in only.slices for v in p.slice.inputs}
     return any(made.get(v) and not v.aval.shape for v in only.prelude.outputs if v in read)
 

@@ -142,7 +142,8 @@ class Update:
         needed, program = self.program.only(used)
         if all(used) and all(needed):
             return needed, self
-        gradients = tuple(v for v in self.gradients if v in {*program.inputs})
+        given = {*program.inputs}
+        gradients = tuple(v for v in self.gradients if v in given)
         return needed, dataclasses.replace(self, program=program, gradients=gradients)
 
     def updated_by(self, cores: bool) -> Update:

@@ -65,9 +65,10 @@ def _follow(order: Iterable[Slice | Planned | Gate], run: Callable[[Planned, Env
 
 def _run_in_own_loop(each: Schedule, run: Callable[[Planned, Env], None], env: Env, *, lowered: bool) -> None:
     """Run the slices of a pass in a loop that runs once; XLA does not know that it runs once."""
-    outputs = list(dict.fromkeys(v for p in each.slices for v in p.slice.outputs))
+    slices = [p.slice for p in each.slices]
+    outputs = dict.fromkeys(v for s in slices for v in s.outputs)
     waits_for = [v for step in each.order if isinstance(step, Gate) for v in step.waits_for if v not in outputs]
-    inputs = list(dict.fromkeys([*(v for p in each.slices for v in p.slice.inputs), *waits_for]))
+    inputs = list(dict.fromkeys([*(v for s in slices for v in s.inputs), *waits_for]))
     carried = each.carried or {}
 
     def gated(*operands: Any) -> list[Any]:
