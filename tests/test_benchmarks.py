@@ -227,7 +227,7 @@ def test_no_stack_is_copied_on_a_cpu(turned, monkeypatch):
     step, args = jo.jit(paired.step_of(tx), donate_argnums=(0, 1)), (params, tx.init(params), x)
     if turned:
         train = jo.pipelined(paired.step_of(tx), donate_argnames=("params", "state"))
-        carry, _ = train.start(*args)
+        carry, _ = train(args[:-1], args[-1])
         step, args, _ = train.turned(carry, x)
     text = step.lower(*args).compile().as_text()
     stack = rf"f32\[{paired.LAYERS},{paired.WIDTH},{paired.WIDTH}\]"

@@ -174,7 +174,7 @@ def test_pipelined(gradients, disk, tmp_path, monkeypatch):
         return step(tx)(params, state, x, False)
 
     train = jo.pipelined(turned, donate_argnames=("params", "state"), gradients=gradients)
-    carry, _ = train.start(params, tx.init(params), X)
+    carry, _ = train((params, tx.init(params)), X)
     for k in range(1, 4):
         carry, _ = train(carry, X * (k + 1))
     look = read(train.params(carry))

@@ -333,11 +333,11 @@ def test_a_pipelined_step_of_a_carry():
     train = jo.pipelined(step_of(tx, loss, update_params=True), donate_argnames=("params", "state"))
     params = jax.tree.map(lambda x: jax.device_put(jnp.ones(x.shape), x.sharding), arguments(tx, width=64)[0])
     batch, state = jnp.ones((8, 64)), tx.init(params)
-    carry, _ = train.start(params, state, batch)
+    carry, _ = train((params, state), batch)
     report = jo.verify(train, carry, batch)
     assert report.peak == jo.inspect(train, params, state, batch).peak
     params, state = train.finish(train(carry, batch)[0])  # it was not used
     with pytest.raises(ValueError, match=r"mu/w000: .* arrive in device memory"):
         jo.verify(train, params, jo.to_device(state), batch)
-    with pytest.raises(TypeError, match="a pipelined step takes params, state, batch, as its start does, or the carry"):
+    with pytest.raises(TypeError, match="expected the step's arguments, params, state, batch, or a carry and the others"):
         jo.inspect(train, params)

@@ -95,7 +95,7 @@ def test_sharded(way, specs, axes, options):
             train = jo.pipelined(step, donate_argnames=("params", "state"), gradients=gradients)
             turned, args, _ = train.turned(params, state, batches[0])
             text = turned.lower(*args).compile().as_text()
-            carry, aux = train.start(params, state, batches[0])
+            carry, aux = train((params, state), batches[0])
             returned = [aux]
             for k, each in enumerate(batches[1:]):
                 before = shardings_in(carry.kept)

@@ -140,7 +140,7 @@ def test_a_skipped_update_in_the_forward_pass_changes_no_bit(gradients):
     train = jo.pipelined(step, donate_argnums=(0, 1), gradients=gradients)
     params, state = parameters(), tx.init(parameters())
     assert any(moved(jo.placement(train, params, state, batch(0)), IN_FORWARD).values())
-    carry, _ = train.start(params, state, batch(0))
+    carry, _ = train((params, state), batch(0))
     carry, _ = train(carry, jax.tree.map(lambda x: x * jnp.inf, batch(2)))
     before, places = jax.tree.map(np.asarray, carry.kept[0]), shardings_in(carry.kept[0])
     carry, _ = train(carry, batch(3))
@@ -270,7 +270,7 @@ def test_settings_of_jax_make_another_program():
         return step_of(tx)(params, state, batch)
 
     train = jo.pipelined(step, donate_argnums=(0, 1))
-    carry, _ = train.start(parameters(), tx.init(parameters()), batch(0))
+    carry, _ = train((parameters(), tx.init(parameters())), batch(0))
     for precision in (None, "float32", "float32", None):
         with jax.default_matmul_precision(precision):
             carry, _ = train(carry, batch(1))
@@ -332,7 +332,7 @@ def test_one_carried_argument_that_holds_both(kind, alone):
 
     both = kind(parameters(), tx.init(parameters()))
     train = jo.pipelined(step, donate_argnames="both")
-    carry, aux = train.start(copied(both), batch(0))
+    carry, aux = train(copied(both), batch(0))
     assert aux.now == () if alone else float(aux.now) > 0
     wanted = jax.jit(step)(both, batch(0))
     assert_close(train.finish(carry), wanted if alone else wanted[0], 1e-5)
