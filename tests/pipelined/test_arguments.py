@@ -166,7 +166,7 @@ def test_a_carry_is_used_once():
     for use in (train.finish, train.params, lambda carry: train(carry, batch(1))):
         with pytest.raises(ValueError, match="carry: was used already"):
             use(following)
-        with pytest.raises(TypeError, match=r"what the last call returned, or at first the tuple \(params, state\), got a dict"):
+        with pytest.raises(TypeError, match=r"or at first the tuple \(params, state\), got a dict"):
             use(parameters())
     with pytest.raises(ValueError, match="carry: is of another pipelined step"):
         started()[0].finish(started()[1])
