@@ -104,7 +104,7 @@ def test_a_profilers_trace_is_summed_up(tmp_path):
     }  # fmt: skip
 
 
-@pytest.mark.parametrize("by_fio", [False, pytest.param(True, marks=pytest.mark.long("starts processes"))])
+@pytest.mark.parametrize("by_fio", [False, True])
 def test_disk(by_fio, tmp_path, monkeypatch):
     try:
         os.close(os.open(tmp_path / "direct", os.O_RDWR | os.O_CREAT | os.O_DIRECT))

@@ -28,6 +28,8 @@ from tests.support.steps import (
 )
 from tests.support.trees import assert_close, copied
 
+pytestmark = pytest.mark.daily("each is an error of its own")
+
 BATCHES = [batch(k) for k in range(3)]
 ZEROS = jax.tree.map(jnp.zeros_like, parameters())
 

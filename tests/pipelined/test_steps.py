@@ -44,7 +44,6 @@ from tests.support.steps import (
 from tests.support.trees import assert_close, copied, kinds, shardings_in
 
 BATCHES = [batch(k) for k in range(5)]
-LONG = pytest.mark.long("trains plain and turned")
 
 
 def plain_of(tx: Any) -> Any:
@@ -54,8 +53,8 @@ def plain_of(tx: Any) -> Any:
 FACTORED = optax.adafactor(1e-2, min_dim_size_to_factor=4, momentum=0.9)
 FINITE = optax.apply_if_finite(optax.sgd(0.1, 0.9), 3)
 KINDS = {  # offloaded, plain, the step, how gradients wait, whether the update moves into the forward scan
-    "clipped": (offloaded(CLIPPED), CLIPPED, step_of, "device", True),
     "clipped, gradients on the host": (offloaded(CLIPPED), CLIPPED, plain_of, "host", True),
+    "clipped": (offloaded(CLIPPED), CLIPPED, step_of, "device", True),
     "unrolled, gradients on the host": (
         offloaded(CLIPPED), CLIPPED, lambda tx: step_of(tx, unrolled=True), "host", False),
     "on the cores": (offloaded(CLIPPED, update_on="host"), CLIPPED, step_of, "host", False),
@@ -67,9 +66,7 @@ KINDS = {  # offloaded, plain, the step, how gradients wait, whether the update 
 
 
 @pytest.mark.oldest("the turned step")
-@pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=LONG if n in ("clipped", "half on the cores") else ()) for n in KINDS]
-)
+@pytest.mark.parametrize("name", KINDS)
 def test_kinds_of_steps(name):
     tx, plain, make, gradients, scan = KINDS[name]
     table = assert_as_plain(make, tx, plain, jo.pipelined, batches=BATCHES, gradients=gradients)
@@ -127,7 +124,7 @@ def test_two_updates_and_unordered_effects():
     assert_close(train.finish(carry)[0], wanted[-1][0], 1e-4)
 
 
-@pytest.mark.parametrize("gradients", ["device", pytest.param("host", marks=LONG)])
+@pytest.mark.parametrize("gradients", ["device", "host"])
 def test_a_skipped_update_in_the_forward_pass_changes_no_bit(gradients):
     """Though the state moves: each slice of the update chooses, and the codes of its moments are as they were."""
     tx = offloaded(CLIPPED, storage={"mu": "int8", "nu": "bfloat16"})
