@@ -29,7 +29,7 @@ from jax_offload._base.jaxprs import (
 from jax_offload._base.on_disk import UpdatedFromDisk
 from jax_offload._base.own_primitives import Equations, call_primitive, equations_of_part, params_of
 from jax_offload._emit.rows import Names
-from jax_offload._emit.run import stream
+from jax_offload._emit.run import follow
 from jax_offload._ir.program import Program, Var, as_program, expanded
 from jax_offload._ir.trace import Backward
 from jax_offload._plan.decide import schedules_of
@@ -163,14 +163,10 @@ class Update:
         if self.on_disk:
             raise UpdatedFromDisk
         with jax.enable_x64(self.wide):
-            results = stream(
-                self.program,
-                self.passes,
-                args,
-                names=self.names,
-                lowered=lowered,
-                for_cpu=for_cpu,
-            )
+            env = dict(zip(self.program.inputs, [*self.program.consts, *args], strict=True))
+            for each in self.passes:
+                follow(each, self.names, env, lowered=lowered, for_cpu=for_cpu)
+            results = values_of(env, self.program.outputs)
             names = [self.names.get(v) if isinstance(v, Var) else None for v in self.program.outputs]
             homes = [claim.options.home for claim in self.claims if claim.options.home is not None]
             return guarded(results, list(args), names=names, home=homes[-1] if homes else None)

@@ -1,4 +1,4 @@
-"""A plan, emitted: load → update → store, slice after slice, through a bounded window."""
+"""A schedule, emitted: load → update → store, slice after slice, through a bounded window."""
 
 from __future__ import annotations
 
@@ -10,50 +10,37 @@ import jax
 import jax.numpy as jnp
 
 from jax_offload._base.barriers import gate, opaque
-from jax_offload._base.jaxprs import Var, closed, jax_fun, jit, values_of
+from jax_offload._base.jaxprs import Var, closed, jax_fun, jit
 from jax_offload._base.memory import is_host_aval, to_device, to_host
 from jax_offload._base.shardings import zeros
 from jax_offload._emit.rows import Names, looped, or_batched, prefetch, update_of, write_back
-from jax_offload._ir.program import Program, numbered, structure
+from jax_offload._ir.program import numbered, structure
 from jax_offload._ir.slices import Slice
 from jax_offload._plan.plan import Chunked, Gate, Planned, Schedule
 
 Env = dict[Var, Any]
 
 
-def stream(
-    program: Program,
-    passes: Sequence[Schedule],
-    args: Sequence[Any],
-    *,
-    names: Names,
-    lowered: bool,
-    for_cpu: bool = False,
-) -> list[Any]:
-    """Run a traced update by its plan, and return its results.
+def follow(each: Schedule, names: Names, env: Env, *, lowered: bool, for_cpu: bool = False) -> None:
+    """Run the slices and gates of a schedule in an environment.
 
     Args:
-      program: the usual recipe (load all, update, store all) as a program.
-      passes: its plan.
-      args: its arguments.
-      names: of the state's leaves, of their next values too.
+      each: the schedule.
+      names: the names of the state's leaves, and of their next values.
+      env: the values of its operands; its results are added.
       lowered: whether this is how the update is lowered: neither ``vmap`` nor a derivative comes to its loops.
       for_cpu: whether it is lowered for a CPU. Its compiler takes a loop that runs once for a small call, and five
         times as long for it; and it needs no loop, as it hoists no transfers.
     """
-    env: Env = dict(zip(program.inputs, [*program.consts, *args], strict=True))
-    run = functions([p for each in passes for p in each.slices], names, lowered=lowered)
-    for each in passes:
-        _follow(each.first, run, env)
-        if each.in_own_loop and each.slices and not for_cpu:
-            _run_in_own_loop(each, run, env, lowered=lowered)
-        else:
-            _follow(each.order, run, env)
-    return values_of(env, program.outputs)
+    run = functions(each.slices, names, lowered=lowered)
+    _in_order(each.first, run, env)
+    if each.in_own_loop and not for_cpu:
+        _in_own_loop(each, run, env, lowered=lowered)
+    else:
+        _in_order(each.order, run, env)
 
 
-def _follow(order: Iterable[Slice | Planned | Gate], run: Callable[[Planned, Env], None], env: Env) -> None:
-    """Run slices and gates in an environment."""
+def _in_order(order: Iterable[Slice | Planned | Gate], run: Callable[[Planned, Env], None], env: Env) -> None:
     for step in order:
         if isinstance(step, Gate):
             gate(env, step.held, step.waits_for)
@@ -63,7 +50,7 @@ def _follow(order: Iterable[Slice | Planned | Gate], run: Callable[[Planned, Env
             run(step, env)
 
 
-def _run_in_own_loop(each: Schedule, run: Callable[[Planned, Env], None], env: Env, *, lowered: bool) -> None:
+def _in_own_loop(each: Schedule, run: Callable[[Planned, Env], None], env: Env, *, lowered: bool) -> None:
     """Run the slices of a pass in a loop that runs once; XLA does not know that it runs once."""
     slices = [p.slice for p in each.slices]
     outputs = dict.fromkeys(v for s in slices for v in s.outputs)
@@ -73,7 +60,7 @@ def _run_in_own_loop(each: Schedule, run: Callable[[Planned, Env], None], env: E
 
     def gated(*operands: Any) -> list[Any]:
         inner = dict(zip(inputs, operands, strict=True))
-        _follow(each.order, run, inner)
+        _in_order(each.order, run, inner)
         return [inner[v] for v in outputs]
 
     def looped(*operands: Any) -> list[Any]:
@@ -93,9 +80,7 @@ def _run_in_own_loop(each: Schedule, run: Callable[[Planned, Env], None], env: E
 # ---- slices that do the same to leaves of the same types, traced and lowered once: a network's layers, say
 
 
-def functions(
-    planned: Sequence[Planned], names: Names, *, lowered: bool = False
-) -> Callable[[Planned, dict[Var, Any]], None]:
+def functions(planned: Sequence[Planned], names: Names, *, lowered: bool = False) -> Callable[[Planned, Env], None]:
     """How to run each of the slices in an environment; ``lowered``: where neither ``vmap`` nor a derivative comes.
 
     Slices that are alike call one function, which XLA inlines, instead of tracing their own equations.
@@ -133,14 +118,14 @@ def functions(
                     results[k] = to_host(results[k])
         return results
 
-    def in_chunks(s: Slice, how: Chunked) -> Callable[..., list[Any]]:
-        loop = looped(s, how, names)
-        return loop if lowered else or_batched(loop, s.run)
-
-    def run(p: Planned, env: dict[Var, Any]) -> None:
-        operands = [env[v] for v in p.slice.inputs]
-        how = p.transfer
-        results = in_chunks(p.slice, how)(*operands) if isinstance(how, Chunked) else unchunked(p, operands)
-        env.update(zip(p.slice.outputs, results, strict=True))
+    def run(p: Planned, env: Env) -> None:
+        s, how = p.slice, p.transfer
+        operands = [env[v] for v in s.inputs]
+        if isinstance(how, Chunked):
+            loop = looped(s, how, names)
+            results = (loop if lowered else or_batched(loop, s.run))(*operands)
+        else:
+            results = unchunked(p, operands)
+        env.update(zip(s.outputs, results, strict=True))
 
     return run
