@@ -117,7 +117,7 @@ class Emitter:
         for move in self.plan.moves:
             for v, old in zip(move.slice.outputs, move.how.buffers, strict=True):
                 into = v if old is None else old
-                if v not in move.feeds:
+                if v not in self.plan.feeds:
                     # pinned, or XLA divides the carry like the values made from it, and gathers all in each iteration
                     pin = None if is_host_aval(v.aval) else self.plan.pins.get(into)
                     found[v] = constrained(wholes[into], pin)
@@ -137,7 +137,7 @@ class Emitter:
             s = move.slice
             new = self.buffers.updated(s, move.how, [given[v] for v in s.inputs], i)
             fed.update(zip(s.outputs, new, strict=True))
-            hand.new |= self.buffers.keep(s, move.how, new, hand.wholes, i, first=k == 0, without=move.feeds)
+            hand.new |= self.buffers.keep(s, move.how, new, hand.wholes, i, first=k == 0, without=self.plan.feeds)
         return {v: fed[v] for v in self.plan.fed.values()}
 
     def reread(self, own: Values, i: Any) -> dict[int, Any]:

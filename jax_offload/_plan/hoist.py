@@ -22,8 +22,8 @@ from jax_offload._ir.program import Program, Var
 from jax_offload._ir.propagate import NEEDS, Mask, Node, forward, groups, needed_for, union
 from jax_offload._ir.propagate import needed as nodes_needed
 from jax_offload._ir.slices import Slice, slice_of
-from jax_offload._plan.in_scan import CannotHoist, InScan, Move
-from jax_offload._plan.plan import RowWise
+from jax_offload._plan.in_scan import CannotHoist, InScan
+from jax_offload._plan.plan import InIterations, Planned, RowWise, Window
 from jax_offload._plan.rules import Dependent, Partial, Rows, Where, chunked_dims, rows_like, rule_of
 from jax_offload._plan.transfers import same_type
 
@@ -35,6 +35,7 @@ SHARED = (
 )
 MICROBATCHES = "its gradient is summed over microbatches in a scan, and the last of them cannot host the update"
 NEEDED_BEFORE = "new parameters are needed as a whole before the scan that reads them by layers"
+ROWS = Window(0, "rows of the scan's iterations")  # `InScan.planned` counts their bytes
 LEAST_ROW = 2**16  # bytes: smaller rows are updated faster together, after the scan
 _PLACED = frozenset(("dynamic_update_slice", "scatter", "scatter-add", "pad"))  # a row among zeros
 _HEAVY = frozenset(("scan", "while", "dot_general", "conv_general_dilated"))
@@ -83,7 +84,7 @@ class Hoist:
         kept_apart = [eqn for eqn in eqns if id(eqn) in flow.eqns]
         for eqn, number in zip(kept_apart, groups([flow.eqns[id(eqn)] for eqn in kept_apart]), strict=True):
             together.setdefault(number, []).append(eqn)
-        moves, why, moved, inside = list[Move](), list[str](), set[int](), set[Var]()
+        moves, why, moved, inside = list[Planned](), list[str](), set[int](), set[Var]()
         read, written = set[Var](), set[Var]()
         for group in together.values():
             own = {id(eqn) for eqn in group}
@@ -142,7 +143,7 @@ class Hoist:
                 hosts_of[x] = hosts
         number = {v: k for k, v in enumerate({v for hosts in hosts_of.values() for v in hosts})}
         group = groups([sum(1 << number[v] for v in hosts) for hosts in hosts_of.values()])
-        moves, why, moved = list[Move](), list[str](), set[int]()
+        moves, why, moved, feeds = list[Planned](), list[str](), set[int](), set[Var]()
         for which in sorted({*group}):
             xs = [x for x, g in zip(hosts_of, group, strict=True) if g == which]
             wanted: Places = dict.fromkeys(xs, Rows(0))
@@ -153,19 +154,20 @@ class Hoist:
                     if not more:
                         break
                     wanted |= more
-                move, inside = self._feeding(taken, rows, xs, wanted)
+                move, inside, fed = self._feeding(taken, rows, xs, wanted)
             except (CannotHoist, Dependent) as reason:
                 why.append(located(str(reason), self.program.eqns[self.at]))
                 continue
             moves.append(move)
             moved |= inside
+            feeds |= fed
         if not moves:
             return None, why
         updated = {v for move in moves for v in move.slice.outputs}
-        fed = {k: x for k, x in enumerate(scan.xs) if not isinstance(x, Literal) and x in updated}
-        return InScan(scan, tuple(moves), tuple(scan.ys), True, frozenset(moved), fed), why
+        rows_of = {k: x for k, x in enumerate(scan.xs) if not isinstance(x, Literal) and x in updated}
+        return InScan(scan, tuple(moves), tuple(scan.ys), True, frozenset(moved), frozenset(feeds), rows_of), why
 
-    def _reread(self, makers: Makers, x: Atom, in_place: Set[Var]) -> Move | None:
+    def _reread(self, makers: Makers, x: Atom, in_place: Set[Var]) -> Planned | None:
         """How rows of one of the scan's ``xs`` are made of rows of operands that the scan overwrites, if they are."""
         if isinstance(x, Literal):
             return None
@@ -181,7 +183,8 @@ class Hoist:
         lead = next((v for v in s.inputs if v in in_place), None)
         if lead is None or (rows := needed[lead]) is None or any(is_host_aval(v.aval) for v in s.inputs):
             return None
-        return Move(s, RowWise(lead.aval.shape, rows.dim, tuple(needed[v] for v in s.inputs), (Rows(0),), (None,)))
+        how = InIterations(lead.aval.shape, rows.dim, tuple(needed[v] for v in s.inputs), (Rows(0),), (None,))
+        return Planned(s, how, ROWS)
 
     def sums_up(self, gradients: Sequence[Var]) -> str:
         """Say why gradients are sums that the scan carries out of its last iteration; empty where they are not.
@@ -246,16 +249,16 @@ class Hoist:
 
     def _feeding(
         self, taken: list[Equation], rows: Places, xs: Sequence[Var], wanted: Places
-    ) -> tuple[Move, frozenset[int]]:
-        """Return the move of equations that make rows for the scan, and the equations that leave their place."""
+    ) -> tuple[Planned, frozenset[int], frozenset[Var]]:
+        """Return the move of equations that make rows for the scan, the equations that leave their place, and the
+        results that only the scan reads."""
         inside = {id(eqn) for eqn in taken} - self._also_before(taken)
         made = [v for eqn in taken if id(eqn) in inside for v in eqn.outvars]
         if not self._before_rows.isdisjoint(made):
             raise CannotHoist(NEEDED_BEFORE)
         stacked = {v for v in made if v in self._results or v in self.read or self._read_outside(v, inside)}
-        move = self._move(taken, [v for v in made if v in stacked or v in wanted], rows)
-        feeds = frozenset(v for v in xs if v not in stacked)
-        return dataclasses.replace(move, feeds=feeds), frozenset(inside)
+        move = self._move(taken, [v for v in made if v in stacked or v in wanted], rows, ahead=True)
+        return move, frozenset(inside), frozenset(v for v in xs if v not in stacked)
 
     def _read_outside(self, v: Var, inside: Set[int]) -> list[int]:
         """The places of the equations that read a variable, other than the scan and those that are ``inside``."""
@@ -287,7 +290,9 @@ class Hoist:
                 raise CannotHoist(NEEDED_BEFORE)
             twice |= {id(eqn) for eqn in found}
 
-    def _move(self, eqns: list[Equation], targets: Sequence[Var], needed: Mapping[Var, Rows | None]) -> Move:
+    def _move(
+        self, eqns: list[Equation], targets: Sequence[Var], needed: Mapping[Var, Rows | None], *, ahead: bool = False
+    ) -> Planned:
         """Make the move of some equations.
 
         Raises:
@@ -308,8 +313,8 @@ class Hoist:
         out_dims = tuple(chunked_dims(s.core.jaxpr, list(dims), Where(scan.length, shape, axis)))
         if any(d is None or (isinstance(d, Rows) and d.per_row > 1) for d in out_dims):
             raise CannotHoist("its rows are merged")
-        how = RowWise(shape, axis, dims, out_dims, (None,) * len(out_dims))
-        return Move(s, dataclasses.replace(how, buffers=self._buffers(s, how)))
+        how = InIterations(shape, axis, dims, out_dims, (None,) * len(out_dims), ahead=ahead)
+        return Planned(s, dataclasses.replace(how, buffers=self._buffers(s, how)), ROWS)
 
     def _buffers(self, s: Slice, how: RowWise) -> tuple[Var | None, ...]:
         """Choose where each result is written: over its old value, or over the array that waited in its place."""

@@ -14,7 +14,7 @@ from jax_offload._base.jaxprs import DropVar, Equation, Scan, flops, variables
 from jax_offload._base.memory import is_host_aval
 from jax_offload._ir.program import Program, Var, flat
 from jax_offload._ir.slices import Slice, consecutive, slice_of
-from jax_offload._plan.plan import InIterations, Planned, RowWise, Window
+from jax_offload._plan.plan import Planned, Window
 from jax_offload._plan.rules import Dim, Partial, Rows
 
 LEAST_GAIN = 0.95  # of the link's time in two groups, for which it is worth to have three
@@ -25,44 +25,31 @@ class CannotHoist(Exception):
     """An update does not move; the message says why."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Move:
-    """Equations that move into a scan, and keep the rows of all arrays apart.
-
-    Attributes:
-      slice: its operands are stacked results of the scan, leaves of the state, the parameters, and values known before
-        the scan; its results are the values that the rest of the step reads.
-      how: it runs on the row of an iteration.
-      feeds: results that are read, by rows, by the scan itself.
-    """
-
-    slice: Slice
-    how: RowWise
-    feeds: frozenset[Var] = frozenset()
-
-
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class InScan:
-    """A scan, and the updates that move into it.
+    """A scan, and the updates that move into it, which keep the rows of all arrays apart.
 
     Attributes:
       scan: the scan.
-      moves: the updates inside, apart where they share nothing.
+      moves: the updates inside, apart where they share nothing. Their operands are stacked results of the scan, leaves
+        of the state, the parameters, and values known before the scan; their results are read by the rest of the step.
       kept: results that stay stacked.
       ahead: whether the updates come before the iteration's own arithmetic, which reads their results, or after it.
       eqns: the equations that are gone from where they were, by identity.
+      feeds: results of the updates that are read, by rows, by the scan alone.
       fed: number of one of the scan's ``xs`` -> the result of an update whose rows it has.
       reread: number of one of the scan's ``xs`` -> how its rows are made again from rows of parameters, where the scan
         overwrites these.
     """
 
     scan: Scan
-    moves: tuple[Move, ...]
+    moves: tuple[Planned, ...]
     kept: tuple[Var, ...]
     ahead: bool
     eqns: frozenset[int]
+    feeds: frozenset[Var] = frozenset()
     fed: Mapping[int, Var] = dataclasses.field(default_factory=dict[int, Var])
-    reread: Mapping[int, Move] = dataclasses.field(default_factory=dict[int, Move])
+    reread: Mapping[int, Planned] = dataclasses.field(default_factory=dict[int, Planned])
 
     def __repr__(self) -> str:  # a jaxpr prints its parameters
         return f"InScan({len(self.moves)} slices)"
@@ -87,12 +74,12 @@ class InScan:
         """The updates inside; their window is three rows of each leaf."""
         row = sum(move.slice.loaded_bytes for move in self.moves) // self.scan.length
         window = Window(3 * row, "the rows of an iteration, of the one before and of the one after it")
-        return [Planned(move.slice, InIterations(self.scan.length, self.ahead), window) for move in self.moves]
+        return [dataclasses.replace(move, window=window) for move in self.moves]
 
     @property
     def makes(self) -> list[Var]:
         """The values that the rest of the step may read from it."""
-        updated = [v for move in self.moves for v in move.slice.outputs if v not in move.feeds]
+        updated = [v for move in self.moves for v in move.slice.outputs if v not in self.feeds]
         return [v for v in [*self.scan.carry, *self.kept, *updated] if not isinstance(v, DropVar)]
 
     @property
@@ -196,7 +183,7 @@ class InScan:
             each
             for move in self.moves
             for each in zip(move.slice.outputs, move.how.buffers, move.how.out_dims, strict=True)
-            if each[0] not in move.feeds
+            if each[0] not in self.feeds
         ]
 
 

@@ -75,20 +75,17 @@ class Chunked(RowWise):
 
 
 @dataclasses.dataclass(frozen=True)
-class InIterations:
+class InIterations(RowWise):
     """A slice that runs inside a scan of the step, a row in each iteration.
 
-    Attributes:
-      count: of iterations.
-      ahead: whether the scan reads the new parameters, or makes the gradients.
+    ``ahead``: whether the scan reads the new parameters, or makes the gradients.
     """
 
-    count: int
     ahead: bool = False
 
     def __str__(self) -> str:
         where = "that reads the parameters" if self.ahead else "that makes their gradients"
-        return f"{self.count} rows, in the scan {where}"
+        return f"{self.shape[self.axis]} rows, in the scan {where}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -137,6 +134,12 @@ class Planned:
     @property
     def on_cores(self) -> bool:
         return isinstance(self.transfer, OnCores)
+
+    @property
+    def how(self) -> RowWise:
+        """How it runs on rows, where it does."""
+        assert isinstance(self.transfer, RowWise), self.transfer
+        return self.transfer
 
     @property
     def bytes_at_once(self) -> int:
