@@ -17,7 +17,6 @@ import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 import jax_offload as jo
-from tests.support.rows import rows
 from tests.test_multihost import LAUNCHERS, ROOT, free_port
 
 P = PartitionSpec
@@ -223,13 +222,9 @@ def trial(run, target, times, seed):
     return ends
 
 
-@pytest.mark.parametrize(
-    ("given", "times"),
-    rows(
-        itertools.product([True, False], [100, 1000]), "random damages", daily=[(True, 100)], never=lambda _, n: n > 100
-    ),
-)
-def test_random_damage(run, given, times):
+@pytest.mark.parametrize("given", [True, False])
+def test_random_damage(run, given):
+    times = 100
     ends = trial(run, run[2] if given else None, times, seed=given)
     assert ends["damaged"] >= 0.4 * times and ends["same"] >= 0.1 * times, ends
 
