@@ -20,12 +20,10 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_offload as jo
-from jax_offload._base.on_disk import is_on_disk
-from jax_offload._base.processes import allgathered
 from jax_offload._drive import stages
 from jax_offload._plan import transfers as by_rows
 from tests.disk.faulty import Faulty, no_fault
-from tests.support.trees import shardings_in
+from tests.support.trees import is_on_disk, shardings_in
 
 WIDTH = 16
 SHAPES = {"a": (WIDTH, WIDTH), "b": (WIDTH, WIDTH), "c": (4, WIDTH, WIDTH)}  # the last one's rows are parts
@@ -269,7 +267,6 @@ def failing(folder):
         assert said is not None, "no step is an error"
         doing = "reading" if of == "preadv" else "writing"
         assert f"in process 1 {doing} [1][0]." in said[1] and "Input/output error" in said[1], said
-        assert allgathered(said) == [[*said]] * 2
         print("stopped", said[0], flush=True)
         with pytest.raises(ValueError, match="did not end, in process 1"):
             step(params, state, batch(5))

@@ -15,10 +15,10 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_offload as jo
-from jax_offload._base.on_disk import is_on_disk
 from jax_offload._drive import stages
 from jax_offload._plan import transfers as by_rows
 from tests.disk.faulty import Faulty
+from tests.support.trees import is_on_disk
 
 INNER = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-2))
 WITH_MASTERS = jo.with_master_params(optax.adamw(1e-2))  # of parameters in two bytes a state in twelve
