@@ -264,33 +264,33 @@ def test_a_commit_is_resumed_in_another_division(then, tmp_path, monkeypatch):
     """Its values are the same, bit for bit, the files stay as they were made, and training goes on as it would have;
     a second commit from there is resumed as it was at first. A new disk has the ranges of now."""
     begun, resumed, over, part_bytes = DIVISIONS[then]
-    with contextlib.ExitStack() as stack:
-        opened = lambda folder: stack.enter_context(contextlib.closing(jo.disk(tmp_path / folder)))  # noqa: E731
-        with contextlib.closing(jo.disk(tmp_path / "run")) as files:
-            tx, (params, grads) = jo.offload(CLIPPED, min_bytes=256, disk=files), begun()
-            params, state = run(tx, params, grads, 2)
-            files.commit(2, {"params": params, "state": state})
-            committed, ends = read((params, state)), files.ends("[1][0].mu['layers']")
-            undisturbed = read(run(tx, params, grads, 2, state))
-        monkeypatch.setattr(by_rows, "PART_BYTES", part_bytes)
-        for shards, place in ((over, resumed), (None, begun)):
-            with contextlib.closing(jo.disk(tmp_path / "run")) as again:
-                tx, (given, grads) = jo.offload(CLIPPED, min_bytes=256, shard_over=shards, disk=again), place()
-                tree, k = again.resume({"params": given, "state": jo.abstract_state(tx, given)})
-                params, state = tree["params"], tree["state"]
-                assert k == 2 and again.ends("[1][0].mu['layers']") == ends == (2, 4, 6, 7)
-                assert_equal(read((params, state)), committed)
-                assert shardings_in(params) == shardings_in(given)
-                assert_as_in_abstract_state(tx, given, state)
-                again.commit(2, {"params": params, "state": state})
-                params, state = run(tx, params, grads, 2, state)
-                assert_close(read((params, state)), undisturbed, 2e-5)
-                if place is begun and shards is None:
-                    assert_equal(read((params, state)), undisturbed)
-                onto = opened(f"onto {shards} {place is begun}")
-                moved = jo.to_host(jo.offload(CLIPPED, min_bytes=256, shard_over=shards, disk=onto), state, params)
-                assert_equal(read(moved), read(state))
-                assert len(onto.ends("[1][0].mu['layers']")) == {2 * ROW: 4, 4 * ROW: 2, WHOLE: 1}[part_bytes]
+    with contextlib.closing(jo.disk(tmp_path / "run")) as files:
+        tx, (params, grads) = jo.offload(CLIPPED, min_bytes=256, disk=files), begun()
+        params, state = run(tx, params, grads, 2)
+        files.commit(2, {"params": params, "state": state})
+        committed, ends = read((params, state)), files.ends("[1][0].mu['layers']")
+        undisturbed = read(run(tx, params, grads, 2, state))
+    monkeypatch.setattr(by_rows, "PART_BYTES", part_bytes)
+    for k, (shards, place) in enumerate([(over, resumed), (None, begun)]):
+        with (
+            contextlib.closing(jo.disk(tmp_path / "run")) as again,
+            contextlib.closing(jo.disk(tmp_path / f"{k}")) as new,
+        ):
+            tx, onto = (jo.offload(CLIPPED, min_bytes=256, shard_over=shards, disk=disk) for disk in (again, new))
+            given, grads = place()
+            tree, step = again.resume({"params": given, "state": jo.abstract_state(tx, given)})
+            params, state = tree["params"], tree["state"]
+            assert step == 2 and again.ends("[1][0].mu['layers']") == ends == (2, 4, 6, 7)
+            assert_equal(read((params, state)), committed)
+            assert shardings_in(params) == shardings_in(given)
+            assert_as_in_abstract_state(tx, given, state)
+            again.commit(2, {"params": params, "state": state})
+            params, state = run(tx, params, grads, 2, state)
+            assert_close(read((params, state)), undisturbed, 2e-5)
+            if place is begun and shards is None:
+                assert_equal(read((params, state)), undisturbed)
+            assert_equal(read(jo.to_host(onto, state, params)), read(state))
+            assert len(new.ends("[1][0].mu['layers']")) == {2 * ROW: 4, 4 * ROW: 2, WHOLE: 1}[part_bytes]
 
 
 def test_a_step_on_other_devices_than_the_state(disk):
