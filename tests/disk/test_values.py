@@ -276,7 +276,7 @@ def test_a_commit_is_resumed_in_another_division(then, tmp_path, monkeypatch):
             contextlib.closing(jo.disk(tmp_path / "run")) as again,
             contextlib.closing(jo.disk(tmp_path / f"{k}")) as new,
         ):
-            tx, onto = (jo.offload(CLIPPED, min_bytes=256, shard_over=shards, disk=disk) for disk in disks)
+            tx, onto = (jo.offload(CLIPPED, min_bytes=256, shard_over=shards, disk=disk) for disk in (again, new))
             given, grads = place()
             tree, step = again.resume({"params": given, "state": jo.abstract_state(tx, given)})
             params, state = tree["params"], tree["state"]
