@@ -272,8 +272,8 @@ def group_looped(s: Slice, how: Chunked, names: Names, size: int) -> Callable[..
 
         full, rest = divmod(size, rows)
         chunk = (full * rows, rest) if rest else (0, rows)
-        blank = {v: given[v] for v in into if v in given} | fresh(s, how) | before
-        state = updated(blank, {v: buffers.load(given, v, *chunk) for v in loads}, chunk)
+        wholes = {v: given[v] for v in into if v in given} | fresh(s, how) | before
+        state = updated(wholes, {v: buffers.load(given, v, *chunk) for v in loads}, chunk)
         if rest:
             state = updated(*exchanged(*state, chunk[0], (0, rows)), (0, rows))
         if full > 1:
