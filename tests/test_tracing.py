@@ -124,41 +124,6 @@ def test_a_step_of_twice_the_leaves_is_twice_the_work(loss, way):
     assert twice <= 2.1 * once
 
 
-def bound(run):
-    """How many operations jax binds in ``run``."""
-    count = collections.Counter()
-
-    def calls(frame, event, arg):
-        count[frame.f_code.co_name] += event == "call"
-
-    before = sys.getprofile()
-    sys.setprofile(calls)
-    try:
-        run()
-    finally:
-        sys.setprofile(before)
-    return count["bind"]
-
-
-def test_the_arithmetic_of_a_scan_that_hosts_an_update_is_traced_once():
-    tx = jo.offload(optax.adam(1e-3), min_bytes=0)
-
-    def deep(x, w):
-        for _ in range(200):
-            x = jnp.tanh(x)
-        return x @ w, None
-
-    def step(params, state, x):
-        return jo.update_params(tx, jax.grad(lambda p: jax.lax.scan(deep, x, p)[0].sum())(params), state, params)
-
-    params = jax.device_put(jnp.ones((3, 64, 64)), jax.devices()[0])
-    args = params, tx.init(params), jnp.ones((64, 64))
-    assert not jo.placement(jo.jit(step), *args).stays
-    fresh = lambda way: way(lambda *args: step(*args))  # noqa: E731  (jax remembers the trace of a function)
-    plain, ours = (bound(lambda way=way: fresh(way).trace(*args)) for way in (jax.jit, jo.jit))
-    assert ours <= 1.3 * plain
-
-
 def test_the_table_of_twice_the_leaves_is_twice_the_work():
     tx = jo.offload(clip_adamw(), min_bytes=0)
     few, once, twice = (lines(lambda n=n: str(jo.placement(tx, model(n)))) for n in (2, 20, 40))

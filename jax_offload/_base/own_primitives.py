@@ -8,22 +8,12 @@ import functools
 import gc
 import threading
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from typing import Any, Protocol, Self
+from typing import Any, Protocol
 
 import jax
 from jax.extend.core import Primitive
 
-from jax_offload._base.jaxprs import (
-    ClosedJaxpr,
-    Equation,
-    Jaxpr,
-    Var,
-    closed,
-    jax_fun,
-    jaxpr_of,
-    jit,
-    without_dead_code,
-)
+from jax_offload._base.jaxprs import ClosedJaxpr, Equation, Jaxpr, Var, jax_fun, jaxpr_of, jit
 from jax_offload._base.private import (
     equation_of,
     lowered,
@@ -132,32 +122,6 @@ def params_of(call: Call) -> dict[str, Any]:
     return {"update": call, "recipe": call.recipe}
 
 
-@dataclasses.dataclass(frozen=True, eq=False, repr=False)
-class Equations:
-    """A ``Call`` that becomes the equations of a closed jaxpr."""
-
-    jaxpr: ClosedJaxpr
-
-    @property
-    def avals(self) -> tuple[list[Any], list[Any]]:
-        return [v.aval for v in self.jaxpr.jaxpr.invars], [v.aval for v in self.jaxpr.jaxpr.outvars]
-
-    @property
-    def effects(self) -> frozenset[Any]:
-        return frozenset(self.jaxpr.effects)
-
-    @property
-    def recipe(self) -> Jaxpr:
-        return self.jaxpr.jaxpr
-
-    def emitted(self, args: Sequence[Any], *, lowered: bool = False, for_cpu: bool = False) -> list[Any]:
-        return jax_fun(self.jaxpr)(*args)
-
-    def only(self, used: Sequence[bool]) -> tuple[list[bool], Self]:
-        jaxpr, needed = without_dead_code(self.jaxpr.jaxpr, used)
-        return needed, dataclasses.replace(self, jaxpr=closed(jaxpr, self.jaxpr.consts))
-
-
 def call_primitive(name: str) -> Primitive:
     """Make a primitive that runs its parameter ``update``, and becomes equations when it is lowered. Bind it with
     ``params_of``.
@@ -202,19 +166,6 @@ def call_primitive(name: str) -> Primitive:
     for_cpu = functools.partial(lower, for_cpu=True)
     set_rules(primitive, lower=lower, lower_for_cpu=for_cpu, jvp=derived, batch_over=batched, dce=without_unused)
     return primitive
-
-
-_PART = call_primitive("jax_offload_part")
-
-
-def as_one_equation(jaxpr: ClosedJaxpr, args: Sequence[Any]) -> list[Any]:
-    """Run a jaxpr as one equation of the current trace, which does not trace its equations again."""
-    return _PART.bind(*args, **params_of(Equations(jaxpr)))
-
-
-def equations_of_part(eqn: Equation) -> ClosedJaxpr | None:
-    """The jaxpr that an equation of ``as_one_equation`` stands for."""
-    return eqn.params["update"].jaxpr if eqn.primitive is _PART else None
 
 
 def _without_unused(used: Sequence[bool], *rest: Any) -> tuple[list[bool], Any]:

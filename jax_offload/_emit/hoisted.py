@@ -24,9 +24,8 @@ from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import NamedSharding
 
 from jax_offload._base.barriers import read_once, together
-from jax_offload._base.jaxprs import Literal, Var, as_array, closed
+from jax_offload._base.jaxprs import Literal, Var, as_array
 from jax_offload._base.memory import is_host_aval
-from jax_offload._base.own_primitives import as_one_equation
 from jax_offload._base.shardings import constrained, shards_of, typed_sharding, zeros
 from jax_offload._emit.rows import Buffers, Names, Values
 from jax_offload._plan.in_scan import InScan
@@ -157,8 +156,7 @@ class Emitter:
             new = {v: hand.new[v] for v in group if v in hand.new}
             loaded = [v for v in plan.groups[phase - 1] if v in reads]
             fetched = self.buffers.exchange(hand.wholes, new, stored, loaded, then)
-            made = as_one_equation(closed(s.jaxpr), [inner[v] for v in s.inputs])
-            inner.update(zip(s.outputs, made, strict=True))
+            inner.update(zip(s.outputs, s.run(*(inner[v] for v in s.inputs)), strict=True))
             if phase < last:
                 self.gate(phase, hand, fetched, inner)
             found |= fetched

@@ -18,19 +18,22 @@ from jax.core import Tracer
 from jax_offload._base.donation import guarded
 from jax_offload._base.jaxprs import (
     Atom,
+    ClosedJaxpr,
     Jaxpr,
     closed,
+    jax_fun,
     jaxpr_of,
     nameless,
     only_callbacks,
     values_of,
     variables,
+    without_dead_code,
 )
 from jax_offload._base.on_disk import UpdatedFromDisk
-from jax_offload._base.own_primitives import Equations, call_primitive, equations_of_part, params_of
+from jax_offload._base.own_primitives import call_primitive, params_of
 from jax_offload._emit.rows import Names
 from jax_offload._emit.run import follow
-from jax_offload._ir.program import Program, Var, as_program, expanded
+from jax_offload._ir.program import Program, Var
 from jax_offload._ir.trace import Backward
 from jax_offload._plan.decide import schedules_of
 from jax_offload._plan.in_scan import InScan
@@ -173,7 +176,7 @@ class Update:
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
-class Moved(Equations):
+class Moved:
     """A part of an update that runs elsewhere in a step, for example inside a scan.
 
     Attributes:
@@ -182,6 +185,7 @@ class Moved(Equations):
       plan: where it runs, with its slices, to be printed.
     """
 
+    jaxpr: ClosedJaxpr
     operands: list[Var]
     plan: InScan | Planned
 
@@ -192,10 +196,25 @@ class Moved(Equations):
     def planned(self) -> list[Planned]:
         return self.plan.planned if isinstance(self.plan, InScan) else [self.plan]
 
+    @property
+    def avals(self) -> tuple[list[Any], list[Any]]:
+        return [v.aval for v in self.jaxpr.jaxpr.invars], [v.aval for v in self.jaxpr.jaxpr.outvars]
+
+    @property
+    def effects(self) -> frozenset[Any]:
+        return frozenset(self.jaxpr.effects)
+
+    @property
+    def recipe(self) -> Jaxpr:
+        return self.jaxpr.jaxpr
+
     def only(self, used: Sequence[bool]) -> tuple[list[bool], Moved]:
-        needed, same = super().only(used)
+        jaxpr, needed = without_dead_code(self.jaxpr.jaxpr, used)
         operands = [v for v, n in zip(self.operands, needed, strict=True) if n]
-        return needed, dataclasses.replace(same, operands=operands)
+        return needed, dataclasses.replace(self, jaxpr=closed(jaxpr), operands=operands)
+
+    def emitted(self, args: Sequence[Any], *, lowered: bool = False, for_cpu: bool = False) -> list[Any]:
+        return jax_fun(self.jaxpr)(*args)
 
 
 def marked(
@@ -205,7 +224,7 @@ def marked(
     traced, _ = jaxpr_of(lambda *args: run(args), *args)
     if traced.consts or not only_callbacks(traced.effects):
         return run(args)
-    j = expanded(traced.jaxpr, lambda eqn: None if (part := equations_of_part(eqn)) is None else as_program(part))
+    j = traced.jaxpr
 
     def moved(results: list[Var]) -> Moved:
         jaxpr = Jaxpr([], j.invars, results, j.eqns, j.effects, nameless(j.debug_info))
