@@ -211,11 +211,11 @@ class Moving:
         places: Mapping[Var, Sharding],
     ) -> None:
         self._what, self._values, self._places = what, values, places
-        self._outputs = step.outputs[: what.n_others]
+        self._outputs = what.program.outputs[: what.n_others]
         self._reads = {v: Part(leaf) for v, (_, leaf) in what.reads.items()}
         self._reads |= {w: Part(leaf, rows) for v, (_, leaf) in what.reads.items() for w, rows in step.parts.get(v, ())}
         self._writes: dict[Var, list[Part]] = {}
-        for v, leaf in zip(step.outputs[what.n_others :], what.writes, strict=True):
+        for v, leaf in zip(what.program.outputs[what.n_others :], what.writes, strict=True):
             for w, rows in step.parts.get(cast(Var, v)) or [(cast(Var, v), None)]:
                 self._writes.setdefault(w, []).append(Part(leaf, rows))
         self._due = self._when_written(tasks)

@@ -40,14 +40,13 @@ from jax_offload._drive import cores
 from jax_offload._drive.cores import is_sent
 from jax_offload._drive.files import Moving, files_of
 from jax_offload._drive.kernel import OnePass, one_pass
-from jax_offload._drive.rows_down import rows_sent_down
-from jax_offload._drive.segments import in_segments
+from jax_offload._drive.segments import arranged
+from jax_offload._drive.sending import in_turn, sending_rows
 from jax_offload._drive.stages import BEFORE, GROUP, Staged, Task, staged, tasks_of
-from jax_offload._emit.find import holds_driven_update
 from jax_offload._ir.program import flat, numbered, structure
 from jax_offload._ir.propagate import Node
 from jax_offload._step.checked import check_order, tell
-from jax_offload._step.cut import cut_step, unguarded
+from jax_offload._step.cut import unguarded
 
 Jit = Callable[..., Any]
 WRITABLE = ("cpu", "gpu", "cuda", "rocm")  # platforms whose host memory has an address for us
@@ -74,16 +73,16 @@ class Driven:
         for_sending: Mapping[str, Any],
         segments: bool = True,
     ) -> None:
-        self._files = files_of(unguarded(flat(step, any_jit=True)))
-        found = staged(cut_step(self._files.program), self._files.ends)
+        used, _ = without_dead_code(step.jaxpr, keep_inputs=True)
+        self._files = files_of(unguarded(flat(closed(used, step.consts), any_jit=True)))
+        found = staged(self._files.program, self._files.ends)
         self._files.check(found)
         self._options = options, for_sending
         placed = places_of(args)
         self._devices = {d for s in placed if s is not None for d in s.device_set} or {*ambient_sharding().device_set}
         if any(s.on_cores for s in found.stages):
             cores.cpu()  # an error now where there is none
-        own = found.inputs[len(found.consts) :]
-        own = own[: len(own) - len(self._files.reads)]
+        own = found.arguments[: len(found.arguments) - len(self._files.reads)]
         self._everywhere = _everywhere(placed, self._devices)
         self._places: dict[Var, Sharding] = {v: s for v, s in zip(own, placed, strict=True) if s is not None}
         self._reads = self._files.places(self._devices)
@@ -104,14 +103,13 @@ class Driven:
         """The step in the programs that overlap best, or, if the check finds a fault there, as first cut."""
         free = self._donated | {*self._reads}
         try:
-            found = rows_sent_down(step) if len(self._devices) == 1 else step
-            found = found.with_one_slice_first
-            found = in_segments(found) if segments and self._may_be_cut(found) else found
+            found = arranged(step, may_be_cut=segments and self._may_be_cut(step)) if len(step.stages) > 1 else step
             tasks = tasks_of(found, free)
             parts = [
                 Node(task, task.inputs, [*task.outputs, *task.down, *task.up], takes={*task.over}) for task in tasks
             ]
-            check_order(parts, [*found.inputs, *(w for v in found.parts for w, _ in found.parts[v])], found.results)
+            given = [*found.consts, *found.arguments, *(w for v in found.parts for w, _ in found.parts[v])]
+            check_order(parts, given, found.results)
             return found, tasks
         except Exception as fault:
             tell("the step runs in fewer programs", fault)
@@ -123,7 +121,7 @@ class Driven:
         ``kept``: the identities of arrays whose buffers must not change, even if a donated argument is one of them.
         """
         arrays = [*self._constants, *_as_arrays(args, self._bring)]
-        given = dict(zip(self._step.inputs, arrays, strict=False))
+        given = dict(zip([*self._step.consts, *self._step.arguments], arrays, strict=False))
         aliased = self._hands_on or bool(kept) or len({*map(id, arrays)}) < len(arrays)
         kept = kept | {id(x) for v, x in given.items() if v not in self._donated}
         values = _Values(given, self._donated, kept, aliased)
@@ -157,18 +155,14 @@ class Driven:
 
     @functools.cached_property
     def _constants(self) -> list[Any]:
-        return _as_arrays([x if isinstance(x, jax.Array) else np.asarray(x) for x in self._step.consts], self._bring)
+        consts = self._step.consts.values()
+        return _as_arrays([x if isinstance(x, jax.Array) else np.asarray(x) for x in consts], self._bring)
 
     @property
-    def first(self) -> tuple[Task, Callable[..., Sequence[Any]], Sequence[Var]]:
-        """Return the first task, its program without ``jit``, and the variables of the step's arguments."""
+    def first(self) -> tuple[Task, Callable[..., Sequence[Any]], Staged]:
+        """Return the first task, its program without ``jit``, and the step."""
         task, program = self._tasks[0]
-        run = program.__wrapped__  # pyright: ignore[reportFunctionMemberAccess]
-        return task, run, self._step.inputs[len(self._step.consts) :]
-
-    @property
-    def consts(self) -> dict[Var, Any]:
-        return dict(zip(self._step.inputs, self._step.consts, strict=False))
+        return task, program.__wrapped__, self._step  # pyright: ignore[reportFunctionMemberAccess]
 
     def _may_be_cut(self, step: Staged) -> bool:
         """Whether the pass may be in several programs: each would reduce gradients of replicated parameters by itself.
@@ -189,21 +183,27 @@ class Driven:
 
     def _program(self, task: Task) -> Callable[..., Sequence[Any]]:
         """Make the program of a task; tasks that do the same share it."""
-        stage, jaxpr = task.stage, task.jaxpr
+        stage, jaxpr, made = task.stage, task.jaxpr, [*task.outputs, *task.down]
         places = [*map(self._result_place, task.outputs), *(None for _ in task.down)]
         shared = stage.name in (BEFORE, GROUP) or stage.on_cores
         what = structure(jaxpr, self._key_of) if shared else id(task)
-        key = what, stage.on_cores, len(task.down), task.reused, tuple(places)
+        turns = [made.index(v) for v in self._step.in_turn if v in made] if stage.name == BEFORE else []
+        key = what, stage.on_cores, len(task.down), task.reused, tuple(places), tuple(turns)
         if key in self._compiled:
             return self._compiled[key]
-        run = cores.run_undivided(jaxpr) if stage.on_cores else jax_fun(closed(jaxpr))
+        n, alone = len(task.outputs), len(self._devices) == 1
+        run = (
+            cores.run_undivided(jaxpr)
+            if stage.on_cores
+            else jax_fun(closed(sending_rows(jaxpr, n) if alone else jaxpr))
+        )
 
         def program(*operands: Any) -> list[Any]:
             given = list(operands)
             if stage.on_cores:  # its operands were sent to host memory, whatever their types say
                 sent = [not is_host_aval(v.aval) for v in task.inputs]
                 given = [to_device(x) if down else x for x, down in zip(operands, sent, strict=True)]
-            results, n = run(*given), len(task.outputs)
+            results = in_turn(run(*given), turns)
             return guarded([*results[:n], *map(to_host, results[n:])], list(operands))
 
         program.__name__ = f"step_{stage.name}"
@@ -409,23 +409,5 @@ class _Inner:
 
     def _run(self, k: int, body: ClosedJaxpr, given: Sequence[Any], free: Sequence[bool]) -> Callable[..., Any]:
         if k not in self._compiled:
-            driven = any(map(holds_driven_update, body.jaxpr.eqns))
-            self._compiled[k] = Driven(body, given, free, *self._options) if driven else without_update(body)
+            self._compiled[k] = Driven(body, given, free, *self._options)
         return self._compiled[k]
-
-
-def without_update(step: ClosedJaxpr) -> Callable[[Sequence[Any]], Sequence[Any]]:
-    """A step or a branch that updates nothing, as a function of its flat arguments. The arguments that it returns are
-    handed on, wherever they are: a state on disk too."""
-    places = {v: i for i, v in enumerate(step.jaxpr.invars)}
-    own = [None if isinstance(v, Literal) else places.get(v) for v in step.jaxpr.outvars]
-    rest, used = without_dead_code(step.jaxpr, [i is None for i in own])
-    run, bring = jit(jax_fun(closed(rest, step.consts))), jit(lambda xs: xs)
-
-    def called(given: Sequence[Any]) -> list[Any]:
-        given = _as_arrays(given, bring)
-        operands = (x for x, is_used in zip(given, used, strict=True) if is_used)
-        results = iter(run(*operands) if None in own else ())
-        return [next(results) if i is None else given[i] for i in own]
-
-    return called

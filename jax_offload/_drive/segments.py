@@ -12,12 +12,17 @@ from __future__ import annotations
 import bisect
 import dataclasses
 import itertools
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+
+import jax.numpy as jnp
+import numpy as np
 
 from jax_offload._base.arrays import nbytes
 from jax_offload._base.jaxprs import Equation, Jaxpr, Var, flops, variables
+from jax_offload._drive.cores import is_sent
 from jax_offload._drive.stages import BEFORE, GROUP, Stage, Staged
 from jax_offload._ir.primitives import ELEMENTWISE
+from jax_offload._ir.propagate import needed_for
 from jax_offload._ir.slices import Slice, slice_of
 
 # The most programs, and the least share of the arithmetic in each but the first: the host needs a tenth of a program's
@@ -26,22 +31,24 @@ FOR_CORES, FOR_DISK = (8, 1 / 16), (32, 1 / 32)
 _NOT_AGAIN = {"optimization_barrier", "device_put", "sharding_constraint", "reshard"}
 _VIEWS = ["broadcast_in_dim", "iota", "one_minus_square", "reshape", "squeeze", "transpose"]
 CHEAP = ELEMENTWISE.union(_VIEWS) - _NOT_AGAIN
+LATE = frozenset(("convert_element_type", "mul", "div", "neg"))  # arithmetic that the cores do as well
 # Operands may be a little larger than the value that is computed from them again (a softmax from its exponentials and
 # their sums), because their own operands may be smaller (scores in bfloat16).
 SLACK = 1.05
 
 
-def in_segments(step: Staged) -> Staged:
-    """Cut the pass of a step into several programs, if groups of the update have their gradients early.
+def arranged(step: Staged, *, may_be_cut: bool) -> Staged:
+    """Return the step with its first program, the pass, as one slice, or cut into several programs.
 
     Groups of the cores follow all segments, which have been started by then; each group waits for its own gradients.
     Groups whose state is on disk run on the device, after the segment that follows the one with their gradients: the
     device has work while the host waits for a file.
     """
+    step = _with_late_arithmetic(step)
     (first, *rest), groups = step.stages, _groups(step)
-    pass_ = first.slices[0]
+    (pass_,) = first.slices
     jaxpr = pass_.jaxpr
-    if not groups or any(eqn.effects for eqn in jaxpr.eqns):
+    if not may_be_cut or not groups or any(eqn.effects for eqn in jaxpr.eqns):
         return step
     on_disk, ready = groups[0].name == GROUP, list[int]()
     made_by = {v: k + 1 for k, eqn in enumerate(jaxpr.eqns) for v in eqn.outvars}
@@ -52,6 +59,57 @@ def in_segments(step: Staged) -> Staged:
     segments = [Stage(BEFORE, (part,)) for part in parts_of(jaxpr, {*pass_.outputs}, cuts)]
     stages = [*_interleaved(segments, cuts, groups, ready), *rest[len(groups) :]] if on_disk else [*segments, *rest]
     return dataclasses.replace(step, stages=stages)
+
+
+def _with_late_arithmetic(step: Staged) -> Staged:
+    """Let the cores do the last arithmetic on gradients that only they read, if its operand takes no more bytes, and
+    join the slices of the pass. A gradient that is cast to float32 then goes to host memory in bfloat16."""
+    first, *later = step.stages
+    made = {v: eqn for s in first.slices for eqn in s.jaxpr.eqns for v in eqn.outvars}
+    others = {*step.results}.union(*(s.reads for s in later if not s.on_cores))
+    late: dict[Var, list[Equation]] = {}
+    sources: dict[Var, Var] = {}
+    for v in {v for s in later if s.on_cores for v in s.reads if v in made and is_sent(v.aval)} - others:
+        eqns, x = list[Equation](), v
+        while (operand := _late_operand(made[x])) in made:
+            eqns, x = [made[x], *eqns], operand
+        if eqns:
+            late[v], sources[v] = eqns, x
+
+    def with_arithmetic(s: Slice) -> Slice:
+        eqns = [eqn for v in s.inputs for eqn in late.get(v, ())]
+        return slice_of([*eqns, *s.jaxpr.eqns], s.outputs, s.jaxpr.debug_info, s.shards) if eqns else s
+
+    def instead(values: Iterable[Var]) -> list[Var]:
+        return list(dict.fromkeys(sources.get(v, v) for v in values))
+
+    later = [dataclasses.replace(s, slices=tuple(map(with_arithmetic, s.slices))) if s.on_cores else s for s in later]
+    pass_ = dataclasses.replace(first, slices=(_joined(first.slices, instead(first.makes)),))
+    return dataclasses.replace(step, stages=[pass_, *later], in_turn=instead(step.in_turn))
+
+
+def _late_operand(eqn: Equation) -> Var | None:
+    """Return the only operand of arithmetic on elements that the cores do as well."""
+    operands = variables(eqn.invars)
+    if eqn.primitive.name not in LATE or len(operands) != 1 or operands[0].aval.dtype not in (np.float32, jnp.bfloat16):
+        return None
+    return operands[0] if nbytes(operands[0].aval) <= nbytes(eqn.outvars[0].aval) else None
+
+
+def _joined(slices: Sequence[Slice], outputs: list[Var]) -> Slice:
+    """Join slices. Each equation of a later slice comes as soon as its operands exist, so that the update's groups wait
+    for a learning rate, and not for the gradients of leaves that stay on the device."""
+    made: dict[Var, int] = {}  # by which equation of the first slice, the pass
+    found: list[tuple[int, Equation]] = []
+    for s in slices:
+        for k, eqn in enumerate(s.jaxpr.eqns):
+            at = k if s is slices[0] else max((made.get(v, -1) for v in variables(eqn.invars)), default=-1)
+            found.append((at, eqn))
+            made.update(dict.fromkeys(eqn.outvars, at))
+    eqns, _ = needed_for(
+        [eqn for _, eqn in sorted(found, key=lambda each: each[0])], outputs, kept=lambda e: bool(e.effects)
+    )
+    return slice_of(eqns, outputs, slices[0].jaxpr.debug_info, {})
 
 
 def _groups(step: Staged) -> list[Stage]:
