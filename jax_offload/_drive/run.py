@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Hashable, Mapping, Sequence, Set
 from typing import Any
 
 import jax
@@ -31,7 +31,6 @@ from jax_offload._base.memory import (
     copy_on_host,
     is_host_aval,
     on_host,
-    to_device,
     to_host,
     with_kind,
 )
@@ -40,8 +39,7 @@ from jax_offload._drive import cores
 from jax_offload._drive.cores import is_sent
 from jax_offload._drive.files import Moving, files_of
 from jax_offload._drive.kernel import OnePass, one_pass
-from jax_offload._drive.segments import arranged
-from jax_offload._drive.sending import in_turn, sending_rows
+from jax_offload._drive.segments import arranged, in_turn, sending_rows
 from jax_offload._drive.stages import BEFORE, GROUP, Staged, Task, staged, tasks_of
 from jax_offload._ir.program import flat, numbered, structure
 from jax_offload._ir.propagate import Node
@@ -96,7 +94,6 @@ class Driven:
         self._step, tasks = self._scheduled(found, segments)
         writable = self._writable(tasks)
         self._tasks = [(task, self._run_by(task, writable)) for task in tasks]
-        self._hands_on = any(task.stage.inner is not None for task in tasks)
         self._written = [v for _, run in self._tasks if isinstance(run, OnePass) for v in run.written]
 
     def _scheduled(self, step: Staged, segments: bool) -> tuple[Staged, list[Task]]:
@@ -115,31 +112,26 @@ class Driven:
             tell("the step runs in fewer programs", fault)
             return step, tasks_of(step, free)
 
-    def __call__(self, args: Sequence[Any], kept: Set[int] = frozenset()) -> list[Any]:
-        """Return the step's flat results, given its flat arguments.
-
-        ``kept``: the identities of arrays whose buffers must not change, even if a donated argument is one of them.
-        """
+    def __call__(self, args: Sequence[Any]) -> list[Any]:
+        """Return the step's flat results, given its flat arguments."""
         arrays = [*self._constants, *_as_arrays(args, self._bring)]
         given = dict(zip([*self._step.consts, *self._step.arguments], arrays, strict=False))
-        aliased = self._hands_on or bool(kept) or len({*map(id, arrays)}) < len(arrays)
-        kept = kept | {id(x) for v, x in given.items() if v not in self._donated}
-        values = _Values(given, self._donated, kept, aliased)
+        times = Counter(map(id, arrays))
+        for v in self._donated:  # which the caller gives twice, or hands on from a branch: only a copy is ours
+            if times[id(x := given[v])] > 1 and isinstance(x, jax.Array):
+                given[v] = copy_on_host(x) if on_host(x) else jnp.copy(x)
+        values = _Values(given, self._donated)
         tasks = [task for task, _ in self._tasks]
         files = Moving(self._files, self._step, tasks, given, self._reads)
         for k, (task, run) in enumerate(self._tasks):
             for following in tasks[k + 1 : k + 2]:
                 values.send(following)
             files.read(task, tasks[k + 1 :])
-            values.claim(task.free)
-            by_shards = isinstance(run, OnePass)
-            operands = values.operands(task, by_shards)
-            results = run(*operands)
-            del operands
+            results = run(*values.operands(task))
             if k == 0:
                 # behind the first program, whose gradients the cores wait for, and ahead of all others
                 values.take(self._written)
-            values.put(task, results, self._place, by_shards)
+            values.put(task, results, self._place)
             values.drop(task.over)
             files.write(k, task)
         return files.results()
@@ -192,28 +184,17 @@ class Driven:
         if key in self._compiled:
             return self._compiled[key]
         n, alone = len(task.outputs), len(self._devices) == 1
-        run = (
-            cores.run_undivided(jaxpr)
-            if stage.on_cores
-            else jax_fun(closed(sending_rows(jaxpr, n) if alone else jaxpr))
-        )
+        run = jax_fun(closed(sending_rows(jaxpr, n) if alone else jaxpr))
 
         def program(*operands: Any) -> list[Any]:
-            given = list(operands)
-            if stage.on_cores:  # its operands were sent to host memory, whatever their types say
-                sent = [not is_host_aval(v.aval) for v in task.inputs]
-                given = [to_device(x) if down else x for x, down in zip(operands, sent, strict=True)]
-            results = in_turn(run(*given), turns)
+            results = in_turn(run(*operands), turns)
             return guarded([*results[:n], *map(to_host, results[n:])], list(operands))
 
         program.__name__ = f"step_{stage.name}"
-        if stage.on_cores:
-            compiled = cores.without_mesh(jit(program))
-        else:
-            options = dict(self._options[task.sends] or {}) or None
-            compiled = jit(program, donate_argnums=task.reused, out_shardings=places, compiler_options=options)
-        self._compiled[key] = compiled
-        return compiled
+        options = dict(self._options[task.sends] or {}) or None
+        on_device = jit(program, donate_argnums=task.reused, out_shardings=places, compiler_options=options)
+        self._compiled[key] = cores.program(jaxpr) if stage.on_cores else on_device
+        return self._compiled[key]
 
     def _result_place(self, v: Var) -> Sharding | None:
         """Return the sharding of the value whose next value this is, if it is divided."""
@@ -233,14 +214,12 @@ class Driven:
         return {v for v in found if v in self._places and {*self._places[v].device_set} == self._devices}
 
     def _run_by(self, task: Task, writable: Set[Var]) -> Callable[..., Sequence[Any]]:
-        """Return what runs a task: a program of XLA, one pass of the cores, or a driven loop or branch."""
-        if task.stage.inner is not None:
-            return _Inner(task.stage.inner, task, self._options)
+        """Return what runs a task: a program of XLA, one pass of the cores, or driven branches."""
+        if (eqn := task.stage.branches) is not None:
+            return _Branches(eqn, task, self._options)
         if not task.stage.on_cores:
             return self._program(task)
-        up = {v for v in task.up if not is_host_aval(v.aval)}
-        found = one_pass(task, self._step.next_of, writable & task.free, up)
-        if found is not None:
+        if (found := one_pass(task, self._step.next_of, writable & task.free)) is not None:
             return found
         processes = len({device.process_index for device in self._devices})
         if processes > 1 and any(is_sent(v.aval) for v in task.inputs):
@@ -256,35 +235,18 @@ class Driven:
 class _Values:
     """The values of a running step: ``here`` in the step's own memory, ``there`` for the cores.
 
-    Two variables may hold one array if the caller passes it twice, or if a branch or a loop returns an operand.
+    Two variables may hold one array, as a branch may return its operands.
 
     Args:
       given: the arguments.
       donated: the donated arguments.
-      kept: the identities of arrays whose buffers are the caller's, whichever variable holds them.
-      aliased: whether two variables may hold one array.
     """
 
-    def __init__(self, given: dict[Var, Any], donated: Set[Var], kept: Set[int], aliased: bool) -> None:
-        self.here, self._there = given, dict[Var, Any]()
-        self._donated, self._kept, self._aliased = donated, kept, aliased
-
-    def claim(self, taken: Iterable[Var]) -> None:
-        """Copy the values whose buffers somebody else has, so that the copies can be taken."""
-        if not self._aliased:
-            return
-        names = Counter(map(id, self.here.values()))
-        for v in taken:
-            x = self.here.get(v)
-            if isinstance(x, jax.Array) and (id(x) in self._kept or names[id(x)] > 1):
-                names[id(x)] -= 1
-                self.here[v] = new = copy_on_host(x) if on_host(x) else jnp.copy(x)
-                if self._there.get(v) is x:
-                    self._there[v] = new
+    def __init__(self, given: dict[Var, Any], donated: Set[Var]) -> None:
+        self.here, self._there, self._donated = given, dict[Var, Any](), donated
 
     def take(self, own: Sequence[Var]) -> None:
         """Make donated host leaves the step's own memory, which the cores may write."""
-        self.claim(own)
         taken = dict(zip(own, cores.taken_over([self.here[v] for v in own]), strict=True))
         self.here |= taken
         self._there |= taken
@@ -295,21 +257,18 @@ class _Values:
             if v in self.here and v not in self._there:
                 self._there[v] = cores.sent(self.here[v])
 
-    def operands(self, task: Task, by_shards: bool) -> list[Any]:
-        """Return a task's operands: as they were sent for a kernel, whole for any other program of the cores."""
+    def operands(self, task: Task) -> list[Any]:
+        """Return a task's operands."""
         self.send(task)
-        if not task.stage.on_cores:
-            return [self.here[v] for v in task.inputs]
-        return [self._there[v] if by_shards else cores.lent(self._there[v]) for v in task.inputs]
+        return values_of(self._there if task.stage.on_cores else self.here, task.inputs)
 
-    def put(self, task: Task, results: Sequence[Any], place: Callable[[Var], Sharding], by_shards: bool) -> None:
+    def put(self, task: Task, results: Sequence[Any], place: Callable[[Var], Sharding]) -> None:
         """Keep a task's results where others read them."""
         n = len(task.outputs)
         defined = dict(zip(task.outputs, results[:n], strict=True))
         if task.stage.on_cores:
             self._there |= defined
-            for v in task.up:
-                self.here[v] = cores.brought_back(defined[v], place(v), by_shards=by_shards)
+            self.here |= {v: cores.brought_back(defined[v], place(v)) for v in task.up}
         else:
             self.here |= defined
             self._there |= zip(task.down, results[n:], strict=True)
@@ -320,7 +279,7 @@ class _Values:
         for v in over:
             self._there.pop(v, None)
         own = [x for v, x in gone.items() if v in self._donated and isinstance(x, jax.Array)]
-        left = [x for x in own if id(x) not in self._kept and not x.is_deleted()]
+        left = [x for x in own if not x.is_deleted()]
         live = {id(x) for x in (*self.here.values(), *self._there.values())} if left else set[int]()
         for x in left:
             if id(x) not in live:
@@ -363,51 +322,24 @@ def _everywhere(placed: Sequence[Any], devices: Set[Any]) -> Sharding:
     return SingleDeviceSharding(next(iter(devices))) if mesh is None else NamedSharding(mesh, PartitionSpec())
 
 
-class _Inner:
-    """A ``while`` or a ``cond`` of the step that holds an update, such as ``optax.apply_if_finite``.
+class _Branches:
+    """A ``cond`` of the step that holds an update, such as ``optax.apply_if_finite``.
 
-    What decides is read on the host: a loop's condition, or the index of a branch. The body, or the branch that is
-    taken, is driven.
+    The index of the branch is read on the host, and the branch that is taken is driven.
     """
 
     def __init__(self, eqn: Equation, task: Task, options: tuple[Mapping[str, Any], Mapping[str, Any]]) -> None:
         self._eqn, self._task, self._options = eqn, task, options
         self._places = [eqn.outvars.index(v) for v in task.outputs]
-        self._compiled: dict[int, Callable[..., Sequence[Any]]] = {}
-        if eqn.primitive.name == "while":
-            condition, self._used = without_dead_code(eqn.params["cond_jaxpr"].jaxpr)
-            self._condition = jit(jax_fun(closed(condition, eqn.params["cond_jaxpr"].consts)))
+        # their buffers may be taken; literals have their own
+        self._free = [isinstance(v, Literal) or v in task.free for v in eqn.invars[1:]]
+        self._driven: dict[int, Driven] = {}
 
     def __call__(self, *operands: Any) -> list[Any]:
-        given = values_of(dict(zip(self._task.inputs, operands, strict=True)), self._eqn.invars)
-        results = self._loop(given) if self._eqn.primitive.name == "while" else self._branch(*given)
-        return [results[k] for k in self._places]
-
-    def _loop(self, given: Sequence[Any]) -> Sequence[Any]:
-        params = self._eqn.params
-        n, m = params["cond_nconsts"], params["cond_nconsts"] + params["body_nconsts"]
-        consts, carry = given[n:m], given[m:]
-        free = [False] * len(consts) + self._free[m:]
-        while self._holds([*given[:n], *carry]):
-            operands = [*consts, *carry]
-            carry = self._run(0, params["body_jaxpr"], operands, free)(operands, {*map(id, given[:n])})
-        return carry
-
-    def _holds(self, operands: Sequence[Any]) -> bool:
-        (holds,) = self._condition(*(x for x, used in zip(operands, self._used, strict=True) if used))
-        return bool(np.asarray(holds))
-
-    def _branch(self, index: Any, *given: Any) -> Sequence[Any]:
+        index, *given = values_of(dict(zip(self._task.inputs, operands, strict=True)), self._eqn.invars)
         branches = self._eqn.params["branches"]
         k = min(max(int(np.asarray(index)), 0), len(branches) - 1)
-        return self._run(k, branches[k], given, self._free[1:])(given)
-
-    @property
-    def _free(self) -> list[bool]:
-        """Say for each operand whether its buffer may be taken; literals have their own."""
-        return [isinstance(v, Literal) or v in self._task.free for v in self._eqn.invars]
-
-    def _run(self, k: int, body: ClosedJaxpr, given: Sequence[Any], free: Sequence[bool]) -> Callable[..., Any]:
-        if k not in self._compiled:
-            self._compiled[k] = Driven(body, given, free, *self._options)
-        return self._compiled[k]
+        if k not in self._driven:
+            self._driven[k] = Driven(branches[k], given, self._free, *self._options)
+        results = self._driven[k](given)
+        return [results[i] for i in self._places]

@@ -35,7 +35,7 @@ from jax_offload._step.inlined import equation_of, localised
 GROUP_BYTES = 2**26
 BEFORE = "before"  # the name of the stages that make the gradients
 GROUP = "group"  # the name of stages whose state is on disk, or beside a state on disk
-DRIVEN = ("while", "cond")  # what an update may stand in
+BRANCHES = "branches"  # the name of a stage whose branches update
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,24 +45,23 @@ class Stage:
     Attributes:
       slices: what it runs, one after the other, in variables of the step.
       on_cores: whether the host's cores run it.
-      inner: a ``while`` or a ``cond`` of the step that holds an update. Python drives it too, and there are no slices.
     """
 
     name: str
     slices: tuple[Slice, ...] = ()
     on_cores: bool = False
-    inner: Equation | None = None
+
+    @property
+    def branches(self) -> Equation | None:
+        """The ``cond`` that holds an update, whose branches are driven from Python in their turn."""
+        return self.slices[0].jaxpr.eqns[0] if self.name == BRANCHES else None
 
     @property
     def makes(self) -> list[Var]:
-        if self.inner is not None:
-            return _results(self.inner)
         return [v for s in self.slices for v in s.outputs]
 
     @property
     def reads(self) -> list[Var]:
-        if self.inner is not None:
-            return list(dict.fromkeys(variables(self.inner.invars)))
         defined = {*self.makes}
         return list(dict.fromkeys(v for s in self.slices for v in s.inputs if v not in defined))
 
@@ -120,7 +119,7 @@ class Staged:
     def on_device(self, name: str, *slices: Slice) -> None:
         """Add slices to the last program of the device, or begin another."""
         last = self.stages[-1] if self.stages else None
-        if last is not None and not last.on_cores and last.inner is None and last.name != GROUP:
+        if last is not None and not last.on_cores and last.name not in (BRANCHES, GROUP):
             self.stages[-1] = dataclasses.replace(last, slices=(*last.slices, *slices))
         else:
             self.stages.append(Stage(name, slices))
@@ -170,10 +169,12 @@ def staged(program: Program, ends: Mapping[Var, Ends] = MappingProxyType({})) ->
     cut = cut_step(program)
     step.on_device(BEFORE, cut.before)
     for eqn in cut.update.jaxpr.eqns:
+        results = [v for v in eqn.outvars if not isinstance(v, DropVar)]
+        alone = slice_of([eqn], results, program.debug_info, {})
         if not holds_driven_update(eqn):
-            step.on_device("between", slice_of([eqn], _results(eqn), program.debug_info, {}))
-        elif eqn.primitive.name in DRIVEN:
-            step.stages.append(Stage("inner", inner=eqn))
+            step.on_device("between", alone)
+        elif eqn.primitive.name == "cond":
+            step.stages.append(Stage(BRANCHES, (alone,)))
         elif not is_update(eqn):
             raise stands_in(eqn, "update_on")
         else:
@@ -208,10 +209,6 @@ def _scattered(update: Update) -> dict[Var, NamedSharding]:
             s = eqn.params["sharding"]
             found |= {v: s} if isinstance(s, NamedSharding) and isinstance(s.mesh, Mesh) else {}
     return found
-
-
-def _results(eqn: Equation) -> list[Var]:
-    return [v for v in eqn.outvars if not isinstance(v, DropVar)]
 
 
 def _shares(update: Update) -> tuple[Update, Update]:
@@ -286,22 +283,22 @@ def tasks_of(step: Staged, donated: Set[Var]) -> list[Task]:
     last = {v: k for k, stage in enumerate(stages) for v in stage.reads}
     by_cores = {v for stage in stages if stage.on_cores for v in stage.reads}
     by_device = {v for stage in stages if not stage.on_cores for v in stage.reads} | results
-    # the caller's: inputs that were not donated, and what a loop that does not run hands on
-    others = {*step.consts, *step.arguments} - donated | {
-        v for stage in stages if stage.inner is not None for v in stage.makes
-    }
+    # buffers that somebody else may have: inputs that were not donated, and whatever a branch may hand on
+    others = {*step.consts, *step.arguments} - donated
     tasks: list[Task] = []
     for k, stage in enumerate(stages):
+        on_device = not stage.on_cores and stage.branches is None
         defined = [v for v in stage.makes if v in results or last.get(v, -1) > k]
         inputs, defined = _side_by_side(stage.reads, defined, step.next_of)
         over = [v for v in inputs if last[v] == k and v not in results]
-        sends = not stage.on_cores and stage.inner is None
-        down = [v for v in defined if v in by_cores and is_sent(v.aval) and not is_host_aval(v.aval)] if sends else []
+        sent = [v for v in defined if v in by_cores and is_sent(v.aval) and not is_host_aval(v.aval)]
+        down = sent if on_device else []
         outputs = [v for v in defined if v in by_device or v not in down]
         up = [v for v in defined if v in by_device] if stage.on_cores else []
         free = frozenset(over) - others
-        reused = () if stage.on_cores else _reusable(inputs, free, outputs)
+        reused = _reusable(inputs, free, outputs) if on_device else ()
         tasks.append(Task(stage, inputs, outputs, down, up, over, free, reused))
+        others |= {*inputs, *defined} if stage.branches is not None else set()
     return tasks
 
 
