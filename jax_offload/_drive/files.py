@@ -259,7 +259,7 @@ class Moving:
 
     def _writes_too_much(self, task: Task) -> bool:
         """Whether a task waits for a write: the pass never does."""
-        return task.stage.name != BEFORE and len(self._writing) > beside(size for size, _ in reversed(self._writing))
+        return task.name != BEFORE and len(self._writing) > beside(size for size, _ in reversed(self._writing))
 
     def write(self, number: int, task: Task) -> None:
         """Start to write the results that are due, and let them and the task's leaves go."""

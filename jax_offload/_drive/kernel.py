@@ -63,7 +63,7 @@ class OnePass:
     """
 
     def __init__(self, task: Task, kernels: Sequence[Kernel]) -> None:
-        self._task, self._updates = task, [*zip(task.stage.slices, kernels, strict=True)]
+        self._task, self._updates = task, [*zip(task.slices, kernels, strict=True)]
         self.written = [s.inputs[i] for s, kernel in self._updates for i in kernel.over.values()]
 
     def __call__(self, *operands: Any) -> list[Any]:
@@ -108,7 +108,7 @@ def one_pass(task: Task, next_of: Mapping[Var, Var], own: Set[Var]) -> OnePass |
     """
     if not cores.has_numba():
         return None
-    slices = task.stage.slices
+    slices = task.slices
     try:
         return OnePass(task, [kernel_of(s.jaxpr, _over(s, slices, next_of, own)) for s in slices])
     except _NotElementwise:

@@ -175,12 +175,12 @@ class Driven:
 
     def _program(self, task: Task) -> Callable[..., Sequence[Any]]:
         """Make the program of a task; tasks that do the same share it."""
-        stage, jaxpr, made = task.stage, task.jaxpr, [*task.outputs, *task.down]
+        jaxpr, made = task.jaxpr, [*task.outputs, *task.down]
         places = [*map(self._result_place, task.outputs), *(None for _ in task.down)]
-        shared = stage.name in (BEFORE, GROUP) or stage.on_cores
+        shared = task.name in (BEFORE, GROUP) or task.on_cores
         what = structure(jaxpr, self._key_of) if shared else id(task)
-        turns = [made.index(v) for v in self._step.in_turn if v in made] if stage.name == BEFORE else []
-        key = what, stage.on_cores, len(task.down), task.reused, tuple(places), tuple(turns)
+        turns = [made.index(v) for v in self._step.in_turn if v in made] if task.name == BEFORE else []
+        key = what, task.on_cores, len(task.down), task.reused, tuple(places), tuple(turns)
         if key in self._compiled:
             return self._compiled[key]
         n, alone = len(task.outputs), len(self._devices) == 1
@@ -190,10 +190,10 @@ class Driven:
             results = in_turn(run(*operands), turns)
             return guarded([*results[:n], *map(to_host, results[n:])], list(operands))
 
-        program.__name__ = f"step_{stage.name}"
+        program.__name__ = f"step_{task.name}"
         options = dict(self._options[task.sends] or {}) or None
         on_device = jit(program, donate_argnums=task.reused, out_shardings=places, compiler_options=options)
-        self._compiled[key] = cores.program(jaxpr) if stage.on_cores else on_device
+        self._compiled[key] = cores.program(jaxpr) if task.on_cores else on_device
         return self._compiled[key]
 
     def _result_place(self, v: Var) -> Sharding | None:
@@ -215,9 +215,9 @@ class Driven:
 
     def _run_by(self, task: Task, writable: Set[Var]) -> Callable[..., Sequence[Any]]:
         """Return what runs a task: a program of XLA, one pass of the cores, or driven branches."""
-        if (eqn := task.stage.branches) is not None:
+        if (eqn := task.branches) is not None:
             return _Branches(eqn, task, self._options)
-        if not task.stage.on_cores:
+        if not task.on_cores:
             return self._program(task)
         if (found := one_pass(task, self._step.next_of, writable & task.free)) is not None:
             return found
@@ -253,20 +253,20 @@ class _Values:
 
     def send(self, task: Task) -> None:
         """Start to send the values that a task of the cores needs, if they exist already."""
-        for v in task.inputs if task.stage.on_cores else ():
+        for v in task.inputs if task.on_cores else ():
             if v in self.here and v not in self._there:
                 self._there[v] = cores.sent(self.here[v])
 
     def operands(self, task: Task) -> list[Any]:
         """Return a task's operands."""
         self.send(task)
-        return values_of(self._there if task.stage.on_cores else self.here, task.inputs)
+        return values_of(self._there if task.on_cores else self.here, task.inputs)
 
     def put(self, task: Task, results: Sequence[Any], place: Callable[[Var], Sharding]) -> None:
         """Keep a task's results where others read them."""
         n = len(task.outputs)
         defined = dict(zip(task.outputs, results[:n], strict=True))
-        if task.stage.on_cores:
+        if task.on_cores:
             self._there |= defined
             self.here |= {v: cores.brought_back(defined[v], place(v)) for v in task.up}
         else:

@@ -48,7 +48,7 @@ class Stage:
     """
 
     name: str
-    slices: tuple[Slice, ...] = ()
+    slices: tuple[Slice, ...]
     on_cores: bool = False
 
     @property
@@ -64,12 +64,6 @@ class Stage:
     def reads(self) -> list[Var]:
         defined = {*self.makes}
         return list(dict.fromkeys(v for s in self.slices for v in s.inputs if v not in defined))
-
-    def jaxpr(self, inputs: Sequence[Var], outputs: Sequence[Var]) -> Jaxpr:
-        """Its equations, with inputs and results in this order."""
-        eqns = [eqn for s in self.slices for eqn in s.jaxpr.eqns]
-        effects = frozenset[Any]().union(*(s.jaxpr.effects for s in self.slices))
-        return Jaxpr([], inputs, outputs, eqns, effects, nameless(self.slices[0].jaxpr.debug_info))
 
 
 @dataclasses.dataclass
@@ -243,9 +237,9 @@ def _grouped(name: str, slices: Sequence[Slice], *, on_cores: bool = True) -> It
 # ---- what stages exchange --------------------------------------------------------------------------------------------
 
 
-@dataclasses.dataclass(frozen=True)
-class Task:
-    """A stage, and what it exchanges with the others.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Task(Stage):
+    """A stage with what it exchanges with the others.
 
     Attributes:
       inputs: the values that it reads.
@@ -257,7 +251,6 @@ class Task:
       reused: the positions of the inputs whose buffers the results of a program of the device take.
     """
 
-    stage: Stage
     inputs: list[Var]
     outputs: list[Var]
     down: list[Var]
@@ -269,12 +262,16 @@ class Task:
     @property
     def sends(self) -> bool:
         """Whether it is a program of the device that copies to the host and nothing back."""
-        own = self.stage.name == BEFORE and any(is_host_aval(v.aval) for v in self.outputs)
+        own = self.name == BEFORE and any(is_host_aval(v.aval) for v in self.outputs)
         return bool(self.down) or own
 
     @property
     def jaxpr(self) -> Jaxpr:
-        return self.stage.jaxpr(self.inputs, [*self.outputs, *self.down])
+        """Its equations."""
+        eqns = [eqn for s in self.slices for eqn in s.jaxpr.eqns]
+        effects = frozenset[Any]().union(*(s.jaxpr.effects for s in self.slices))
+        debug_info = nameless(self.slices[0].jaxpr.debug_info)
+        return Jaxpr([], self.inputs, [*self.outputs, *self.down], eqns, effects, debug_info)
 
 
 def tasks_of(step: Staged, donated: Set[Var]) -> list[Task]:
@@ -297,7 +294,8 @@ def tasks_of(step: Staged, donated: Set[Var]) -> list[Task]:
         up = [v for v in defined if v in by_device] if stage.on_cores else []
         free = frozenset(over) - others
         reused = _reusable(inputs, free, outputs) if on_device else ()
-        tasks.append(Task(stage, inputs, outputs, down, up, over, free, reused))
+        tasks.append(Task(stage.name, stage.slices, stage.on_cores, inputs=inputs, outputs=outputs, down=down, up=up,
+                          over=over, free=free, reused=reused))  # fmt: skip
         others |= {*inputs, *defined} if stage.branches is not None else set()
     return tasks
 
