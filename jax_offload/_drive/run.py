@@ -45,6 +45,7 @@ from jax_offload._ir.program import flat, numbered, structure
 from jax_offload._ir.propagate import Node
 from jax_offload._step.checked import check_order, tell
 from jax_offload._step.cut import unguarded
+from jax_offload._step.rewritten import is_driven
 
 Jit = Callable[..., Any]
 WRITABLE = ("cpu", "gpu", "cuda", "rocm")  # platforms whose host memory has an address for us
@@ -71,8 +72,9 @@ class Driven:
         for_sending: Mapping[str, Any],
         segments: bool = True,
     ) -> None:
-        used, _ = without_dead_code(step.jaxpr, keep_inputs=True)
-        self._files = files_of(unguarded(flat(closed(used, step.consts), any_jit=True)))
+        if not is_driven(step):  # an update without results does not run
+            step = closed(without_dead_code(step.jaxpr, keep_inputs=True)[0], step.consts)
+        self._files = files_of(unguarded(flat(step, any_jit=True)))
         found = staged(self._files.program, self._files.ends)
         self._files.check(found)
         self._options = options, for_sending
