@@ -21,6 +21,7 @@ from jax_offload._base.memory import HOST_KIND
 from jax_offload._base.on_disk import IN_MEMORY, READ, WRITE, Ends, Place, Range
 from jax_offload._drive.stages import BEFORE, Staged, Task, stands_in
 from jax_offload._emit.find import holds_driven_update, is_update
+from jax_offload._emit.region import Update
 from jax_offload._ir.program import Program
 
 # How many stages' leaves are read ahead, or written behind, while another stage runs, and the most bytes each way. Rows
@@ -79,20 +80,6 @@ class OnFiles:
         here = {v: leaf.on_its_way for v, (_, leaf) in self.reads.items()}
         return {v: s if alone is None or s.device_set == devices else alone for v, s in here.items()}
 
-    def check(self, step: Staged) -> None:
-        """Raise ``ValueError`` where the updates read other leaves from disk than ``offload`` keeps there."""
-        used = {v for stage in step.stages for v in stage.reads}
-        for v, (_, leaf) in self.reads.items():
-            if v in used and not step.host_leaves.get(v):
-                raise ValueError(
-                    f"state: {leaf.name} is on disk, and this offload keeps it in memory. Fix: the offload, and the "
-                    "host_bytes, with which the state was made; into another one jo.to_host(tx, state) brings it, with "
-                    "a jo.disk(...) of another directory where some stays on disk."
-                )
-        for v, known in step.host_leaves.items():
-            if known and v not in self.reads:
-                raise ValueError(f"state: a leaf {v.aval.dtype}{list(v.aval.shape)} {IN_MEMORY}")
-
 
 def files_of(step: Program) -> OnFiles:
     """Take the reads and writes of leaves on disk out of a step.
@@ -104,6 +91,8 @@ def files_of(step: Program) -> OnFiles:
     written: dict[Var, tuple[Atom, Place]] = {}  # token -> the value to write, and its place
     eqns: list[Equation] = []
     for eqn in step.eqns:
+        if is_update(eqn):
+            _check_leaves(eqn, reads)
         if eqn.primitive is READ:
             reads[eqn.outvars[0]] = eqn.invars[0], eqn.params["place"]
         elif eqn.primitive is WRITE:
@@ -150,6 +139,22 @@ _COMPUTES = (
     "jo.offload(optax.MultiSteps(...), disk=...); skip= or lax.cond skips an update; and between "
     "two steps jo.to_device(optax.tree.get(state, 'mu')) reads a part of the state, and jo.save_args saves it."
 )
+
+
+def _check_leaves(eqn: Equation, reads: Mapping[Var, tuple[Atom, Place]]) -> None:
+    """Raise ``ValueError`` where an update reads other leaves from disk than its ``offload`` keeps there."""
+    update: Update = eqn.params["update"]
+    on_disk = update.on_disk
+    for v, x in zip(update.operands, eqn.invars, strict=True):
+        there, known = isinstance(x, Var) and x in reads, v in on_disk
+        if there and not known:
+            raise ValueError(
+                f"state: {reads[cast(Var, x)][1].name} is on disk, and this offload keeps it in memory. Fix: the "
+                "offload, and the host_bytes, with which the state was made; into another one jo.to_host(tx, state) "
+                "brings it, with a jo.disk(...) of another directory where some stays on disk."
+            )
+        if known and not there:
+            raise ValueError(f"state: a leaf {v.aval.dtype}{list(v.aval.shape)} {IN_MEMORY}")
 
 
 def _check_equation(eqn: Equation, reads: Mapping[Var, Any], written: Mapping[Var, Any]) -> None:

@@ -76,7 +76,6 @@ class Driven:
             step = closed(without_dead_code(step.jaxpr, keep_inputs=True)[0], step.consts)
         self._files = files_of(unguarded(flat(step, any_jit=True)))
         found = staged(self._files.program, self._files.ends)
-        self._files.check(found)
         self._options = options, for_sending
         placed = places_of(args)
         self._devices = {d for s in placed if s is not None for d in s.device_set} or {*ambient_sharding().device_set}

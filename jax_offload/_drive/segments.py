@@ -180,32 +180,25 @@ def parts_of(jaxpr: Jaxpr, results: Set[Var], cuts: Sequence[int]) -> list[Slice
         outputs = [v for eqn in own for v in eqn.outvars if v in results or v in crossing]
         crossing -= {v for eqn in own for v in eqn.outvars}
         reads = {v for eqn in own for v in variables(eqn.invars) if producer.get(v, start) < start}
-        again, more = _computed_again(reads, crossing | given, eqns, producer)
+        again, more = _computed_again(reads, crossing | given, eqns[:start])
         crossing |= more
         parts.append(slice_of([*again, *own], outputs, jaxpr.debug_info, {}))
     return parts[::-1]
 
 
-def _computed_again(
-    reads: Set[Var], free: Set[Var], eqns: Sequence[Equation], producer: Mapping[Var, int]
-) -> tuple[list[Equation], set[Var]]:
+def _computed_again(reads: Set[Var], free: Set[Var], eqns: Sequence[Equation]) -> tuple[list[Equation], set[Var]]:
     """Return the earlier equations that are repeated to make ``reads``, and the values that must cross for them.
 
     Going backwards, each cheap value gives way to its operands if they are no larger. Values in ``free`` are there.
     """
-    need, again = {*reads} - free, set[Var]()
-    waiting = sorted(need, key=producer.__getitem__)
-    while waiting:
-        v = waiting.pop()
-        eqn = eqns[producer[v]]
-        more = {*variables(eqn.invars)} - free - need - again
-        cheap = eqn.primitive.name in CHEAP and not eqn.effects and len(eqn.outvars) == 1
-        if cheap and sum(nbytes(x.aval) for x in more) <= SLACK * nbytes(v.aval):
-            need = (need - {v}) | more
-            again.add(v)
-            for x in more:
-                bisect.insort(waiting, x, key=producer.__getitem__)
-    return [eqns[k] for k in sorted({producer[v] for v in again})], need
+    need, again = {*reads} - free, list[Equation]()
+    for eqn in reversed(eqns):
+        if eqn.primitive.name in CHEAP and not eqn.effects and len(eqn.outvars) == 1 and (v := eqn.outvars[0]) in need:
+            more = {*variables(eqn.invars)} - free - need
+            if sum(nbytes(x.aval) for x in more) <= SLACK * nbytes(v.aval):
+                need = (need - {v}) | more
+                again.append(eqn)
+    return again[::-1], need
 
 
 # ---- within one of the programs --------------------------------------------------------------------------------------

@@ -76,7 +76,6 @@ class Staged:
       stages: its programs, in order.
       next_of: result of an update -> the variable of the step that it is the next value of.
       in_turn: gradients that wait for one another, in the order of the backward pass.
-      host_leaves: host leaf of an update with a part on disk -> whether ``offload`` keeps it on disk.
       scattered: gradient that such an update divides further (ZeRO-1) -> its sharding. The program that makes it
         divides it; otherwise every device would hold it whole until the update.
     """
@@ -86,7 +85,6 @@ class Staged:
     stages: list[Stage] = dataclasses.field(default_factory=list[Stage])
     next_of: dict[Var, Var] = dataclasses.field(default_factory=dict[Var, Var])
     in_turn: list[Var] = dataclasses.field(default_factory=list[Var])
-    host_leaves: dict[Var, bool] = dataclasses.field(default_factory=dict[Var, bool])
     scattered: dict[Var, NamedSharding] = dataclasses.field(default_factory=dict[Var, NamedSharding])
 
     @property
@@ -120,7 +118,6 @@ class Staged:
 
     def add_from_disk(self, update: Update) -> None:
         """Add groups of slices, or of some rows of them, for an update whose state is on disk."""
-        self.host_leaves |= {v: v in update.on_disk for v in update.operands if is_host_aval(v.aval)}
         self.scattered |= _scattered(update)
         for each in update.passes:
             self.on_device("scalars", each.prelude)
