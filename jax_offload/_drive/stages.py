@@ -161,6 +161,8 @@ def staged(program: Program, ends: Mapping[Var, Ends] = MappingProxyType({})) ->
     step.on_device(BEFORE, cut.before)
     for eqn in cut.update.jaxpr.eqns:
         results = [v for v in eqn.outvars if not isinstance(v, DropVar)]
+        if not results and not eqn.effects:
+            continue  # nothing needs it
         alone = slice_of([eqn], results, program.debug_info, {})
         if not holds_driven_update(eqn):
             step.on_device("between", alone)
