@@ -21,7 +21,7 @@ from jax_offload._analysis.buffers import BATCH, GRADIENTS, PARAMETERS, STATE
 from jax_offload._analysis.chips import Chip, chip, known_as
 from jax_offload._analysis.hlo import Module
 from jax_offload._analysis.targets import Target, check_installed, compile_for, target_of
-from jax_offload._base.around import step_described
+from jax_offload._base.around import described
 from jax_offload._base.arrays import is_traced
 from jax_offload._base.memory import DEVICE_KIND, HOST_KIND, in_its_memory, is_host_aval
 from jax_offload._base.on_disk import TOKEN, OnDisk, Place, is_on_disk
@@ -143,7 +143,7 @@ def compiled(step: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], target
     given, whole = (args, dict(kwargs)), step.trace(*args, **kwargs)
     if isinstance(step, Jitted) and any(map(holds_driven_update, whole.jaxpr.jaxpr.eqns)):
         return _first_program(step, given, whole, to)
-    with step_described():  # as the step is written: ``jax_offload.jit`` takes updates apart
+    with described():  # as the step is written: ``jax_offload.jit`` takes updates apart
         kept = kept_on_host(traced(lambda args, kwargs: step.__wrapped__(*args, **kwargs), *given))
     options = step._options.get("compiler_options") if isinstance(step, Jitted) else options_of(whole)
     return _lowered(step, given, to, _given(given, whole.jaxpr.jaxpr, kept), options)
