@@ -28,7 +28,7 @@ from jax.sharding import AbstractMesh, NamedSharding, Sharding
 
 from jax_offload._base import memory
 from jax_offload._base.arrays import is_array
-from jax_offload._base.paths import key_of
+from jax_offload._base.paths import by_key
 from jax_offload._base.shardings import Shardings, devices_of, same_sharding, sharding_of
 
 NESTED = (
@@ -114,9 +114,8 @@ def without_sharding(params: Any, shardings: Shardings) -> frozenset[str]:
     """The paths of parameters that have no entry in ``shardings`` and might be divided: a description gives them no
     sharding, or a trace tells only that their mesh has several devices."""
     described = _AROUND.get().shardings is not None
-    flat = [(key_of(path), x) for path, x in jax.tree_util.tree_flatten_with_path(params)[0]]
-    missing = [(path, x) for path, x in flat if path not in shardings and is_array(x)]
-    return frozenset(path for path, x in missing if described or devices_of(x) > 1)
+    missing = {path: x for path, x in by_key(params).items() if path not in shardings and is_array(x)}
+    return frozenset(path for path, x in missing.items() if described or devices_of(x) > 1)
 
 
 class Remembered:
@@ -142,13 +141,11 @@ class Remembered:
 
     def unambiguous(self, params: Any) -> Shardings:
         """The shardings of the parameters that have had only one; with several, a trace may be about any of them."""
-        paths = [key_of(path) for path, _ in jax.tree_util.tree_flatten_with_path(params)[0]]
-        return {path: found[0] for path in paths if len(found := self._shardings.get(path, ())) == 1}
+        return {path: found[0] for path in by_key(params) if len(found := self._shardings.get(path, ())) == 1}
 
 
 def _shardings_in(params: Any) -> Shardings:
-    flat = jax.tree_util.tree_flatten_with_path(params)[0]
-    found = {key_of(path): s for path, x in flat if (s := sharding_of(x)) is not None}
+    found = {path: s for path, x in by_key(params).items() if (s := sharding_of(x)) is not None}
     on_device = {path: memory.with_kind(s, memory.DEVICE_KIND) for path, s in found.items()
                  if s.memory_kind == memory.HOST_KIND}  # fmt: skip
     return found | on_device

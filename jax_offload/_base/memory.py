@@ -72,8 +72,9 @@ def _moved(tree: Any, moves: Callable[[Any], bool], src: Any, to: Any) -> Any:
     """Move some leaves by one equation: a step moves hundreds."""
     leaves, treedef = jax.tree.flatten(tree)
     chosen = [k for k, x in enumerate(leaves) if moves(x)]
-    for k, x in zip(chosen, jax.device_put([leaves[k] for k in chosen], to, src=src), strict=True):
-        leaves[k] = x
+    if chosen:
+        for k, x in zip(chosen, jax.device_put([leaves[k] for k in chosen], to, src=src), strict=True):
+            leaves[k] = x
     return jax.tree.unflatten(treedef, leaves)
 
 

@@ -134,15 +134,10 @@ def roots_of(program: Program, known: Known) -> list[Wanted]:
     """Scalars computed ahead, results, and effects such as a callback, which must happen although nobody reads them."""
     last = known.last
     roots = [Wanted(v, mask, at) for v, (mask, at) in known.scalars.items()]
-    for v in results_of(program):
-        if v not in known.scalars:
-            mask = known.needs_host[v]
-            roots.append(Wanted(v, mask, last if mask else known.earliest.get(v, 0)))
-    for eqn in (eqn for eqn in program.eqns if eqn.effects):
-        operands = [v for v in eqn.invars if not isinstance(v, Literal)]
-        mask = union(known.needs_host.get(v, 0) for v in operands)
-        earliest = LATEST.join(known.earliest.get(v, 0) for v in operands)
-        roots.append(Wanted(id(eqn), mask, last if mask else earliest))
+    others: dict[Root, list[Var]] = {v: [v] for v in results_of(program) if v not in known.scalars}
+    for root, read in (others | {id(eqn): variables(eqn.invars) for eqn in program.eqns if eqn.effects}).items():
+        mask = union(known.needs_host.get(v, 0) for v in read)
+        roots.append(Wanted(root, mask, last if mask else LATEST.join(known.earliest.get(v, 0) for v in read)))
     return roots
 
 
