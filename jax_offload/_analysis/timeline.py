@@ -19,10 +19,10 @@ from typing import Any
 
 import jax
 
-from jax_offload._analysis.buffers import WINDOW, Buffers
+from jax_offload._analysis.buffers import WINDOW, Buffers, Held
 from jax_offload._analysis.chips import Chip
 from jax_offload._analysis.chips import chip as chip_of
-from jax_offload._analysis.hlo import Module, Op, Scope, started, trips
+from jax_offload._analysis.hlo import RUNS, Computation, Module, Op
 from jax_offload._base.text import in_seconds
 
 COMPUTE, LOAD, STORE = "compute", "load", "store"
@@ -47,7 +47,7 @@ def compute_time(chip: Chip, operations: float, dtype: str) -> float:
 
 @dataclasses.dataclass(frozen=True)
 class Start:
-    """A copy or a collective, which runs on a queue beside the arithmetic."""
+    """A copy or a collective, which runs on a queue beside the arithmetic; ``key`` is for what waits for it."""
 
     key: str
     queue: str
@@ -70,13 +70,13 @@ class Cost:
       end: the bytes of each kind that it releases, as negative numbers.
     """
 
-    begin: tuple[tuple[str, int], ...] = ()
+    begin: Held = ()
     starts: tuple[Start, ...] = ()
     waits: tuple[str, ...] = ()
-    runs: tuple[str, int] | None = None
+    runs: tuple[Computation, int] | None = None
     seconds: float = 0.0
     name: str = ""
-    end: tuple[tuple[str, int], ...] = ()
+    end: Held = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,7 +109,7 @@ class Program:
         self.chip, self.module = chip, module
         self.cache = "S(1)" if chip.platform == "tpu" else ""  # its memory on the chip
         self.buffers = Buffers(module, roles or {}, self.cache)
-        self._known: dict[str, list[Cost]] = {}
+        self._known: dict[Computation, list[Cost]] = {}
         self.now = self.compute = 0.0
         self.free, self.busy, self.waited = (defaultdict[str, float](float) for _ in range(3))
         self.nbytes = defaultdict[str, int](int)
@@ -120,80 +120,66 @@ class Program:
         self.most, self.at_most = self.total, dict(self.kinds)
         self.window = self.kinds[WINDOW]  # the most that it was
 
-    def costs(self, name: str) -> list[Cost]:
+    def costs(self, at: Computation) -> list[Cost]:
         """Return the costs of a computation's operations."""
-        if name not in self._known:
-            scope, held = self.module.scopes[name], self.buffers.held(name)
-            self._known[name] = [
-                cost
-                for op, (begin, end) in zip(scope.ops, held, strict=True)
-                if (cost := dataclasses.replace(self._cost(name, scope, op), begin=begin, end=end)) != Cost()
-            ]
-        return self._known[name]
+        if at not in self._known:
+            found = zip(map(self._cost, at.ops), self.buffers.held(at), strict=True)
+            costs = [dataclasses.replace(cost, begin=begin, end=end) for cost, (begin, end) in found]
+            self._known[at] = [cost for cost in costs if cost != Cost()]
+        return self._known[at]
 
-    def _cost(self, at: str, scope: Scope, op: Op) -> Cost:
-        if op.opcode == "while":
-            return Cost(runs=(op.called("body"), trips(op, self.module.scopes[op.called("condition")].ops)))
-        if op.opcode in ("call", "conditional"):  # of the branches the last one, or the one where it is true
-            return Cost(runs=(op.called("true_computation") or op.callees[-1], 1))
+    def _cost(self, op: Op) -> Cost:
+        if op.opcode in RUNS:  # of branches the last one, or the one where it is true
+            first = "true_computation" in op.rest
+            return Cost(runs=(op.callees[0 if first else -1], op.trips if op.opcode == "while" else 1))
         if op.opcode.endswith("-done"):
-            begun = scope.named.get(op.operand)
-            while begun is not None and begun.opcode.endswith("-update"):
-                begun = scope.named.get(begun.operand)
-            return Cost(waits=(begun.name if begun else op.operand,))
+            return Cost(waits=(op.begun.name,))
         if op.opcode.endswith("-update"):
             return Cost()
-        if copy := started(op):
-            leaf = leaf_of(self.buffers, at, op, copy.loads)
-            return Cost(starts=(self._copy(op.name, copy.loads, copy.nbytes, leaf),))
-        nbytes = self.module.collective(scope, op)
-        if nbytes is not None:
+        if copy := op.copy:
+            return Cost(starts=(self._copy(op, op.name, *copy),))
+        if (nbytes := op.collective) is not None:
             return self._collective(op, nbytes / self.chip.reached.interconnect)
-        return self._arithmetic(at, scope, op)
-
-    def _copy(self, key: str, loads: bool, nbytes: int, leaf: str) -> Start:
-        return Start(key, LOAD if loads else STORE, 0.0, nbytes, leaf)
-
-    def _collective(self, op: Op, seconds: float) -> Cost:
-        # A TPU starts and ends a collective by custom calls in two fusions, which share the channel.
-        targets = self.module.targets(op)
-        if {"AsyncCollectiveStart", "AsyncCollectiveDone"} & {*targets}:
-            found = (re.search(r"channel_id=\d+", o.rest) for _, o in self.module.inside(op))
-            channel = next(of[0] for of in found if of)
-            starts = "AsyncCollectiveStart" in targets
-            return Cost(starts=(Start(channel, COLLECTIVES, seconds),)) if starts else Cost(waits=(channel,))
-        start = Start(op.name, COLLECTIVES, seconds, 0, op.opcode.removesuffix("-start"))
-        return Cost(starts=(start,), waits=() if op.opcode.endswith("-start") else (op.name,))
-
-    def _arithmetic(self, at: str, scope: Scope, op: Op) -> Cost:
-        moved, matmuls, reached = self.module.moved(scope, op), self.module.matmuls(scope, op), self.chip.reached
-        cached = {m for m in moved if self.cache and self.cache in m.array.layout}
-        traffic = sum(m.nbytes for m in moved if not m.array.host and m not in cached)
-        narrow = [any(dtype in ("bf16", "f16") for dtype in m.dtypes) for m in matmuls]
-        flops = sum(m.flops / (reached.bf16 if fast else reached.f32) for m, fast in zip(matmuls, narrow, strict=True))
-        seconds = max(flops, traffic / reached.hbm)
-        if op.opcode.endswith("-start") and not matmuls:
+        reached = self.chip.reached
+        cached = self.cache or "none"
+        traffic = sum(nbytes for x, nbytes, _ in op.moved if not x.host and cached not in x.layout)
+        matmuls = sum(n / (reached.bf16 if narrow else reached.f32) for n, narrow in op.operations)
+        seconds = max(matmuls, traffic / reached.hbm)
+        if op.starts and not matmuls:
             return Cost(starts=(Start(op.name, WITHIN, seconds),))
         # An operation that reads or writes host memory itself waits for the copy at once.
         starts = tuple(
-            self._copy(f"{op.name} {loads}", loads, nbytes, leaf_of(self.buffers, at, op, loads))
+            self._copy(op, f"{op.name} {loads}", loads, nbytes)
             for loads in (True, False)
-            if (nbytes := sum(m.nbytes for m in moved if m.array.host and m.written is not loads))
+            if (nbytes := sum(nbytes for x, nbytes, written in op.moved if x.host and written is not loads))
         )
         return Cost(starts=starts, waits=tuple(s.key for s in starts), seconds=seconds, name=label(op))
 
-    def play(self, name: str) -> None:
+    def _copy(self, op: Op, key: str, loads: bool, nbytes: int) -> Start:
+        return Start(key, LOAD if loads else STORE, 0.0, nbytes, leaf_of(self.buffers, op, loads))
+
+    def _collective(self, op: Op, seconds: float) -> Cost:
+        # A TPU starts and ends a collective by custom calls in two fusions, which share the channel.
+        targets = {x.target for x in op.inside}
+        if {"AsyncCollectiveStart", "AsyncCollectiveDone"} & targets:
+            channel = next(of[0] for x in op.inside if (of := re.search(r"channel_id=\d+", x.rest)))
+            starts = "AsyncCollectiveStart" in targets
+            return Cost(starts=(Start(channel, COLLECTIVES, seconds),)) if starts else Cost(waits=(channel,))
+        start = Start(op.name, COLLECTIVES, seconds, 0, op.base)
+        return Cost(starts=(start,), waits=() if op.starts else (op.name,))
+
+    def play(self, at: Computation) -> None:
         """Run a computation from now on."""
         in_flight: dict[str, int] = {}  # the place of its segment
-        for cost in self.costs(name):
+        for cost in self.costs(at):
             self._hold(cost.begin)
             for start in cost.starts:
                 in_flight[start.key] = self._start(start)
             for key in cost.waits:
                 if key in in_flight:
                     self._wait(in_flight.pop(key))
-            for _ in range(cost.runs[1] if cost.runs else 0):
-                self.play(cost.runs[0] if cost.runs else "")
+            for inner in [cost.runs[0]] * cost.runs[1] if cost.runs else ():
+                self.play(inner)
             if cost.seconds:
                 self.segments.append(Segment(COMPUTE, self.now, self.now + cost.seconds, cost.name))
                 self.now += cost.seconds
@@ -227,7 +213,7 @@ class Program:
             self.segments[place] = dataclasses.replace(copy, waited=self.now)
             self.now = copy.end
 
-    def _hold(self, nbytes: tuple[tuple[str, int], ...]) -> None:
+    def _hold(self, nbytes: Held) -> None:
         if not nbytes:
             return
         for kind, more in nbytes:
@@ -243,7 +229,7 @@ class Program:
 
     def timeline(self) -> Timeline:
         """Play the whole program."""
-        self.play("ENTRY")
+        self.play(self.module.entry)
         return Timeline(
             step=self.now,
             compute=self.compute + self.waited[WITHIN],
@@ -270,13 +256,12 @@ def label(op: Op) -> str:
     return "/".join(words[-4:]) or op.name
 
 
-def leaf_of(buffers: Buffers, at: str, op: Op, loads: bool) -> str:
+def leaf_of(buffers: Buffers, op: Op, loads: bool) -> str:
     """The leaf that a copy belongs to: the argument that it reads or writes, else the leaf in its jax name."""
-    places = [(operand, ()) for operand in op.operands]
-    places = places if loads else [(op.name, place) for place, array in op.leaves.items() if array.host] + places
-    for value, place in places:
-        argument = buffers.argument(at, value, place)
-        if argument is not None and argument.arrays and argument.arrays[0].host:
+    made = [(op, place) for place, array in op.leaves.items() if array.host]
+    for value, place in [*([] if loads else made), *((x, ()) for x in op.operands)]:
+        argument = buffers.argument(value, place)
+        if argument is not None and argument.array and argument.array.host:
             return argument.scope or argument.name
     named = re.search(r"jax_offload/(?:prefetch|write-back)/(.*)/", op.scope)
     return named[1] if named else UNKNOWN
