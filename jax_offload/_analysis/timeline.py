@@ -46,40 +46,6 @@ def compute_time(chip: Chip, operations: float, dtype: str) -> float:
 
 
 @dataclasses.dataclass(frozen=True)
-class Start:
-    """A copy or a collective, which runs on a queue beside the arithmetic; ``key`` is for what waits for it."""
-
-    key: str
-    queue: str
-    seconds: float
-    nbytes: int = 0
-    name: str = ""
-
-
-@dataclasses.dataclass(frozen=True)
-class Cost:
-    """The effects of one operation of the schedule, in the order of the attributes.
-
-    Attributes:
-      begin: the bytes of each kind that the operation begins to hold in device memory.
-      starts: the copies and collectives that it starts.
-      waits: the keys of the copies and collectives that it waits for.
-      runs: another computation that it runs, and how often.
-      seconds: the seconds of its arithmetic.
-      name: the name of its arithmetic.
-      end: the bytes of each kind that it releases, as negative numbers.
-    """
-
-    begin: Held = ()
-    starts: tuple[Start, ...] = ()
-    waits: tuple[str, ...] = ()
-    runs: tuple[Computation, int] | None = None
-    seconds: float = 0.0
-    name: str = ""
-    end: Held = ()
-
-
-@dataclasses.dataclass(frozen=True)
 class Segment:
     """A span of time on a lane, with its begin and end in seconds, its name, and the bytes that it copies.
 
@@ -95,14 +61,37 @@ class Segment:
     waited: float = 0.0
 
 
+@dataclasses.dataclass(frozen=True)
+class Cost:
+    """The effects of one operation of the schedule, in the order of the attributes.
+
+    Attributes:
+      begin: the bytes of each kind that the operation begins to hold in device memory.
+      starts: the copies and collectives that it starts, each on a queue beside the arithmetic, from 0 on, by the key
+        that ``waits`` names.
+      waits: the keys of the copies and collectives that it waits for.
+      runs: another computation that it runs, and how often.
+      seconds: the seconds of its arithmetic.
+      name: the name of its arithmetic.
+      end: the bytes of each kind that it releases, as negative numbers.
+    """
+
+    begin: Held = ()
+    starts: Mapping[str, Segment] = dataclasses.field(default_factory=dict)
+    waits: tuple[str, ...] = ()
+    runs: tuple[Computation, int] | None = None
+    seconds: float = 0.0
+    name: str = ""
+    end: Held = ()
+
+
 class Program:
     """A module on a chip. It works out the cost of each computation once, and plays the schedule.
 
     Attributes:
       segments: all spans of time, in the order of their starts.
       memory: (time, bytes in device memory) for each change; ``at_most`` has the peak by kind.
-      free, busy, waited, nbytes: for each queue, when it is free, how long it was busy, how long the program waited
-        for it, and how much it moved.
+      free: when each queue is free.
     """
 
     def __init__(self, module: Module, chip: Chip, roles: Mapping[int, str] | None = None) -> None:
@@ -110,9 +99,7 @@ class Program:
         self.cache = "S(1)" if chip.platform == "tpu" else ""  # its memory on the chip
         self.buffers = Buffers(module, roles or {}, self.cache)
         self._known: dict[Computation, list[Cost]] = {}
-        self.now = self.compute = 0.0
-        self.free, self.busy, self.waited = (defaultdict[str, float](float) for _ in range(3))
-        self.nbytes = defaultdict[str, int](int)
+        self.now, self.free = 0.0, defaultdict[str, float](float)
         self.segments: list[Segment] = []
         self.kinds = defaultdict[str, int](int, self.buffers.standing())
         self.total = sum(self.kinds.values())
@@ -137,44 +124,35 @@ class Program:
         if op.opcode.endswith("-update"):
             return Cost()
         if copy := op.copy:
-            return Cost(starts=(self._copy(op, op.name, *copy),))
+            return Cost(starts={op.name: self._copy(op, *copy)})
         if (nbytes := op.collective) is not None:
-            return self._collective(op, nbytes / self.chip.reached.interconnect)
+            return _collective(op, nbytes / self.chip.reached.interconnect)
         reached = self.chip.reached
         cached = self.cache or "none"
         traffic = sum(nbytes for x, nbytes, _ in op.moved if not x.host and cached not in x.layout)
         matmuls = sum(n / (reached.bf16 if narrow else reached.f32) for n, narrow in op.operations)
         seconds = max(matmuls, traffic / reached.hbm)
         if op.starts and not matmuls:
-            return Cost(starts=(Start(op.name, WITHIN, seconds),))
+            return Cost(starts={op.name: Segment(WITHIN, 0.0, seconds, "")})
         # An operation that reads or writes host memory itself waits for the copy at once.
-        starts = tuple(
-            self._copy(op, f"{op.name} {loads}", loads, nbytes)
+        starts = {
+            f"{op.name} {loads}": self._copy(op, loads, nbytes)
             for loads in (True, False)
             if (nbytes := sum(nbytes for x, nbytes, written in op.moved if x.host and written is not loads))
-        )
-        return Cost(starts=starts, waits=tuple(s.key for s in starts), seconds=seconds, name=label(op))
+        }
+        return Cost(starts=starts, waits=(*starts,), seconds=seconds, name=label(op))
 
-    def _copy(self, op: Op, key: str, loads: bool, nbytes: int) -> Start:
-        return Start(key, LOAD if loads else STORE, 0.0, nbytes, leaf_of(self.buffers, op, loads))
-
-    def _collective(self, op: Op, seconds: float) -> Cost:
-        # A TPU starts and ends a collective by custom calls in two fusions, which share the channel.
-        targets = {x.target for x in op.inside}
-        if {"AsyncCollectiveStart", "AsyncCollectiveDone"} & targets:
-            channel = next(of[0] for x in op.inside if (of := re.search(r"channel_id=\d+", x.rest)))
-            starts = "AsyncCollectiveStart" in targets
-            return Cost(starts=(Start(channel, COLLECTIVES, seconds),)) if starts else Cost(waits=(channel,))
-        start = Start(op.name, COLLECTIVES, seconds, 0, op.base)
-        return Cost(starts=(start,), waits=() if op.starts else (op.name,))
+    def _copy(self, op: Op, loads: bool, nbytes: int) -> Segment:
+        seconds = nbytes / self.chip.host_link
+        return Segment(LOAD if loads else STORE, 0.0, seconds, leaf_of(self.buffers, op, loads), nbytes)
 
     def play(self, at: Computation) -> None:
         """Run a computation from now on."""
         in_flight: dict[str, int] = {}  # the place of its segment
         for cost in self.costs(at):
             self._hold(cost.begin)
-            for start in cost.starts:
-                in_flight[start.key] = self._start(start)
+            for key, start in cost.starts.items():
+                in_flight[key] = self._start(start)
             for key in cost.waits:
                 if key in in_flight:
                     self._wait(in_flight.pop(key))
@@ -183,25 +161,23 @@ class Program:
             if cost.seconds:
                 self.segments.append(Segment(COMPUTE, self.now, self.now + cost.seconds, cost.name))
                 self.now += cost.seconds
-                self.compute += cost.seconds
             self._hold(cost.end)
         for place in sorted(in_flight.values(), key=lambda place: self.segments[place].end):
             self._wait(place)
 
-    def _start(self, start: Start) -> int:
-        begin = max(self.now, self.free[start.queue])
-        end = begin + (self._copying(start, begin) if start.queue in _OTHER_WAY else start.seconds)
-        self.free[start.queue] = end
-        self.busy[start.queue] += end - begin
-        self.nbytes[start.queue] += start.nbytes
-        self.segments.append(Segment(start.queue, begin, end, start.name, start.nbytes, end))
+    def _start(self, start: Segment) -> int:
+        begin = max(self.now, self.free[start.lane])
+        end = self.free[start.lane] = begin + self._seconds(start, begin)
+        self.segments.append(dataclasses.replace(start, begin=begin, end=end, waited=end))
         return len(self.segments) - 1
 
-    def _copying(self, start: Start, begin: float) -> float:
-        """Return the seconds of a copy over the link: a copy of the other way that is in flight keeps its speed, and
-        leaves the rest of what both ways reach at once."""
+    def _seconds(self, start: Segment, begin: float) -> float:
+        """Return how long something runs on its queue. Of two copies over the link, the one that is in flight keeps its
+        speed, and leaves to the other way the rest of what both reach at once."""
+        shared = max(0.0, self.free[_OTHER_WAY[start.lane]] - begin) if start.lane in _OTHER_WAY else 0.0
+        if not shared:
+            return start.end
         alone, rest = self.chip.host_link, max(0.0, self.chip.host_link_both - self.chip.host_link)
-        shared = max(0.0, self.free[_OTHER_WAY[start.queue]] - begin)
         if start.nbytes <= rest * shared:
             return start.nbytes / rest
         return shared + (start.nbytes - rest * shared) / alone
@@ -209,7 +185,6 @@ class Program:
     def _wait(self, place: int) -> None:
         copy = self.segments[place]
         if copy.end > self.now:
-            self.waited[copy.lane] += copy.end - self.now
             self.segments[place] = dataclasses.replace(copy, waited=self.now)
             self.now = copy.end
 
@@ -230,21 +205,36 @@ class Program:
     def timeline(self) -> Timeline:
         """Play the whole program."""
         self.play(self.module.entry)
+
+        def of(*lanes: str) -> list[Segment]:
+            return [s for s in self.segments if s.lane in lanes]
+
+        waited = {lane: sum(s.end - s.waited for s in of(lane)) for lane in (LOAD, STORE, COLLECTIVES, WITHIN)}
+        loaded, stored = (sum(s.nbytes for s in of(lane)) for lane in (LOAD, STORE))
         return Timeline(
             step=self.now,
-            compute=self.compute + self.waited[WITHIN],
-            link=link_time(self.chip, self.nbytes[LOAD], self.nbytes[STORE]),
-            collectives=self.busy[COLLECTIVES],
-            exposed=self.waited[LOAD] + self.waited[STORE],
-            exposed_collectives=self.waited[COLLECTIVES],
-            loaded=self.nbytes[LOAD],
-            stored=self.nbytes[STORE],
+            compute=sum(s.end - s.begin for s in of(COMPUTE)) + waited[WITHIN],
+            link=link_time(self.chip, loaded, stored),
+            collectives=sum(s.end - s.begin for s in of(COLLECTIVES)),
+            exposed=waited[LOAD] + waited[STORE],
+            exposed_collectives=waited[COLLECTIVES],
+            loaded=loaded,
+            stored=stored,
             chip=self.chip.name,
             segments=tuple(self.segments),
             memory=tuple(self.memory),
             peak=self.at_most,
             window=self.window,
         )
+
+
+def _collective(op: Op, seconds: float) -> Cost:
+    # A TPU starts and ends a collective by custom calls in two fusions, which share the channel.
+    targets, own = {x.target for x in op.inside}, Segment(COLLECTIVES, 0.0, seconds, op.base)
+    if {"AsyncCollectiveStart", "AsyncCollectiveDone"} & targets:
+        channel = next(of[0] for x in op.inside if (of := re.search(r"channel_id=\d+", x.rest)))
+        return Cost(starts={channel: own}) if "AsyncCollectiveStart" in targets else Cost(waits=(channel,))
+    return Cost(starts={op.name: own}, waits=() if op.starts else (op.name,))
 
 
 def label(op: Op) -> str:
