@@ -7,6 +7,7 @@ A driven step, whose update runs on the host's cores or whose state is on disk, 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import re
 from collections.abc import Mapping, Sequence, Set
 from typing import Any
@@ -35,7 +36,6 @@ from jax_offload._interop.jit import Jitted, compiler_options, options_for_sendi
 from jax_offload._interop.pipelined import Pipelined
 from jax_offload._interop.rotated import names_of
 from jax_offload._report.callables import jitted, opened
-from jax_offload._report.report import traced
 
 SAYS = (
     "jo.jit drives this step in several programs, as the host's cores update a part of the state, or it is on disk. "
@@ -137,9 +137,13 @@ def compiled(step: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], target
     given, whole = (args, dict(kwargs)), step.trace(*args, **kwargs)
     if isinstance(step, Jitted) and any(map(holds_driven_update, whole.jaxpr.jaxpr.eqns)):
         return _first_program(step, given, whole, to)
-    with step_described():  # as the step is written: ``jax_offload.jit`` takes updates apart
-        kept = kept_on_host(traced(lambda args, kwargs: step.__wrapped__(*args, **kwargs), *given))
-    return _lowered(whole, given, to, _given(whole, kept), _options(step, whole, args, kwargs, to))
+    as_written = whole
+    if isinstance(step, Jitted):  # which takes updates apart
+        written = functools.wraps(step.__wrapped__)(lambda *args, **kwargs: step.__wrapped__(*args, **kwargs))
+        with step_described():
+            as_written = jax.jit(written, **step._options).trace(*args, **kwargs)
+    arguments = _given(whole, kept_on_host(as_written.jaxpr))
+    return _lowered(whole, given, to, arguments, _options(step, whole, args, kwargs, to))
 
 
 def _options(
@@ -249,10 +253,10 @@ def _states_by_name(carried: Mapping[str, Any]) -> set[str]:
 
 def _numbered(module: Module, given: Sequence[Argument]) -> dict[int, Argument]:
     """Return the arguments by number in the program, which leaves out unused ones and has jax's names for them."""
-    found, left = dict[int, Argument](), iter(given)
+    found, left = dict[int, Argument](), list(given)
     for number, op in sorted(module.arguments.items()):
-        if (argument := next((x for x in left if op.scope.endswith(x.name)), None)) is not None:
-            found[number] = argument
+        if (k := next((k for k, x in enumerate(left) if op.scope.endswith(x.name)), None)) is not None:
+            found[number], left = left[k], left[k + 1 :]
     return found
 
 
