@@ -26,10 +26,10 @@ import numpy as np
 import optax
 
 import jax_offload as jo
-from benchmarks.harness.timeline import summary
 from benchmarks.in_jax import gpt
 from benchmarks.in_jax.recipe import usual_recipe
 from examples import _data
+from jax_offload._analysis.profiled import measured, segments_of
 
 
 def optimizer(case: Case) -> optax.GradientTransformation:
@@ -216,8 +216,16 @@ def profiled(run: Callable[[], None], steps: int) -> dict[str, Any]:
         with tempfile.TemporaryDirectory() as folder:
             with jax.profiler.trace(folder):
                 run()
-            (trace,) = Path(folder).glob("**/*.trace.json.gz")
-            return summary(trace, steps)
+            (trace,) = Path(folder).glob("**/*.xplane.pb")
+            found = measured(segments_of(jax.profiler.ProfileData.from_file(str(trace))), steps)
+            return {
+                "loading_seconds": found.loading,
+                "storing_seconds": found.storing,
+                "copying_seconds": found.overlap + found.exposed,
+                "both_ways_seconds": found.loading + found.storing - found.overlap - found.exposed,
+                "computing_seconds": found.compute,
+                "exposed_seconds": found.exposed,
+            }
     except Exception as error:  # the times that were measured without it stand
         return {"profiler_error": f"{type(error).__name__}: {error}"[:200]}
 
