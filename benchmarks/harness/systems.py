@@ -43,7 +43,6 @@ MASTERS = ours(", bfloat16 parameters", "float32 masters and moments on the host
 MASTERS_INT8 = ours(", bfloat16 parameters, int8 state", "float32 masters, 8-bit moments", masters=True, storage=INT8)
 FRACTIONS = [ours(f", fraction {f}", "what stays is what could not be hidden", fraction=f) for f in (0.25, 0.5, 0.75)]
 WINDOWS = [ours(f", window {w} MiB", "instead of the default window", window=w * MIB) for w in (64, 256, 1024, 3200)]
-IN_GROUPS = WINDOWS[-1]  # two of six groups of 1.3b, 1536.1 MiB each: one comes or goes while another runs backward
 
 MAIN = [RESIDENT, RECIPE, OURS, BFLOAT16, INT8_STATE]
 VARIANTS = [MASTERS, MASTERS_INT8, *FRACTIONS, *WINDOWS]

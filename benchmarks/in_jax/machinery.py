@@ -15,9 +15,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 import os
-import platform
 import statistics
 import time
 from collections.abc import Iterator, Sequence
@@ -29,6 +27,7 @@ import jax.numpy as jnp
 import optax
 
 import jax_offload as jo
+from benchmarks.in_jax.finished import finished
 
 SMALL_LOOPS = "--xla_backend_extra_options=xla_cpu_small_while_loop_byte_threshold=0"
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {SMALL_LOOPS}"  # read when the first program compiles
@@ -164,11 +163,7 @@ def main() -> None:
     for row in measured(args):  # each as soon as it is known: all of them take minutes
         print(f"| {row['what']} | {row['plain']:.3f} | {row['ours']:.3f} | {row['ratio']:.2f} |", flush=True)
         rows.append(row)
-    machine = f"{os.cpu_count()} cores of {platform.processor() or platform.machine()}"
-    about = f"{machine}, jax {jax.__version__}, optax {optax.__version__}"
-    print(f"\n{about}")
-    if args.json:
-        args.json.write_text(json.dumps({"about": about, "rows": rows}, indent=1) + "\n")
+    finished("tracing, lowering, compiling, and a step", rows, args.json)
 
 
 if __name__ == "__main__":
