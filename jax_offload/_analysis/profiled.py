@@ -250,10 +250,11 @@ def _plain(name: str) -> str:
 
 def _copies(module: Module) -> dict[str, tuple[bool, int]]:
     """Copies between host and device, by the names of the operations that start them and that wait for them."""
-    ops = [op for at in module.computations.values() for op in at.ops]
-    found = {op.name: copy for op in ops if (copy := op.copy)}
-    ends = {op.name: op.operands[0] for op in ops if op.opcode.endswith(("-done", "-update"))}
-    return found | {name: found[of.begun.name] for name, of in ends.items()}
+    found = dict[str, tuple[bool, int]]()
+    for op in (op for at in module.computations.values() for op in at.ops):
+        if copy := (op.begun if op.opcode.endswith(("-done", "-update")) else op).copy:
+            found[op.name] = copy
+    return found
 
 
 def _segment(lane: str, event: Any, name: str, nbytes: int = 0) -> Segment:
