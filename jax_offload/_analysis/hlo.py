@@ -315,8 +315,9 @@ class Module:
                 at = self.computations[name] = Computation(self, name)
             elif op := _OP.match(_METADATA.sub("", line)):
                 scope = _SCOPE.search(line) if "op_name=" in line else None
-                root, name, *rest = op.groups()
-                at.ops.append(Op(at, name, *rest, scope[1].replace("\\'", "'") if scope else "", bool(root)))
+                root, name, hlo_type, opcode, rest = op.groups()
+                said = scope[1].replace("\\'", "'") if scope else ""
+                at.ops.append(Op(at, name, hlo_type, opcode, rest, said, bool(root)))
         self.entry = self.computations["ENTRY"]
         self.arguments = self.entry.parameters
         head = text.partition("\n")[0]

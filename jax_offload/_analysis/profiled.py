@@ -102,7 +102,7 @@ def measured(segments: Sequence[Segment], steps: int, simulated: Timeline | None
 
     compute, copying, busy = length(COMPUTE), length(LOAD, STORE), length(COMPUTE, LOAD, STORE)
     all_of_it = length(COMPUTE, LOAD, STORE, COLLECTIVES)
-    both = {
+    both: dict[str, Any] = {
         "step": last - first,
         "compute": compute,
         "exposed": busy - compute,
