@@ -8,6 +8,8 @@ import pytest
 import jax_offload as jo
 from jax_offload._analysis.chips import _FILE, known_as, known_chips
 
+pytestmark = pytest.mark.daily("each is a chip")
+
 FIGURES = {f.name for f in dataclasses.fields(jo.types.Chip)} - {"name", "platform", "sources"}
 
 

@@ -138,6 +138,8 @@ def test_a_function_of_yours(tmp_path, monkeypatch):
 
 STEPS = """
 import jax, jax.numpy as jnp, optax, jax_offload as jo
+
+pytestmark = pytest.mark.daily("each is a command")
 x = jnp.ones((8, 256))
 def of(tx, state):
     params = jax.device_put(jnp.ones((256, 256)), jax.devices()[0])
