@@ -182,11 +182,8 @@ def _shared(op: Op) -> Iterator[tuple[Key, Key]]:
         yield from (((op, place), (op.begun, (*op.begun.result, *place))) for place in op.leaves)
     elif op.opcode not in RUNS:
         for place, (operand, _) in op.written.items():
-            # On the device XLA writes over an operand only if nothing reads it later.
-            if operand is not None and place in op.leaves:
-                of = op.operands[operand]
-                if op.leaves[place].host or (of.opcode == "get-tuple-element" and len(op.at.uses[of]) == 1):
-                    yield (op, place), (of, ())
+            if operand is not None and place in op.leaves and op.leaves[place].host:
+                yield (op, place), (op.operands[operand], ())
     for k, callee in enumerate(op.callees):
         given = {"while": [op], "call": op.operands}.get(op.opcode, op.operands[k + 1 : k + 2])
         for parameter in callee.parameters.values():

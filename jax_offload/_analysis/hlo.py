@@ -193,12 +193,7 @@ class Op:
     def written(self) -> dict[Place, tuple[int | None, int]]:
         """For each array that it makes: the operand in whose buffer it stands, if in one's, and the bytes written."""
         found: dict[Place, tuple[int | None, int]] = {place: (None, x.nbytes) for place, x in self.made.items()}
-        if self.opcode == "custom-call":
-            aliases = re.search(r"output_to_operand_aliasing=\{(.*?\))\}", self.rest)
-            for place, number in re.findall(r"\{([\d, ]*)\}: \((\d+), \{\}\)", aliases[1] if aliases else ""):
-                place = tuple(map(int, re.findall(r"\d+", place)))
-                found[place] = int(number), found[place][1]
-        elif self.base == "dynamic-update-slice":
+        if self.base == "dynamic-update-slice":
             rows = self.operands[1].array
             found[self.result] = 0, rows.nbytes if rows else 0
         elif self.body and self.opcode not in RUNS:
@@ -288,8 +283,8 @@ class Computation:
         return found
 
     def read(self, value: Op) -> int:
-        """The bytes of a value that its users read; a result that is an operand is not read."""
-        used = [(op, k) for op, k in self.uses.get(value, ()) if op.opcode != "tuple"]
+        """The bytes of a value that its users read."""
+        used = self.uses.get(value, ())
         return sum(self.read(op) if op.opcode == "bitcast" else op.read(k) for op, k in used)
 
 

@@ -127,9 +127,8 @@ class Program:
             return Cost(starts={op.name: self._copy(op, *copy)})
         if (nbytes := op.collective) is not None:
             return _collective(op, nbytes / self.chip.reached.interconnect)
-        reached = self.chip.reached
-        cached = self.cache or "none"
-        traffic = sum(nbytes for x, nbytes, _ in op.moved if not x.host and cached not in x.layout)
+        reached, moved, cached = self.chip.reached, op.moved, self.cache or "none"
+        traffic = sum(nbytes for x, nbytes, _ in moved if not x.host and cached not in x.layout)
         matmuls = sum(n / (reached.bf16 if narrow else reached.f32) for n, narrow in op.operations)
         seconds = max(matmuls, traffic / reached.hbm)
         if op.starts and not matmuls:
@@ -138,7 +137,7 @@ class Program:
         starts = {
             f"{op.name} {loads}": self._copy(op, loads, nbytes)
             for loads in (True, False)
-            if (nbytes := sum(nbytes for x, nbytes, written in op.moved if x.host and written is not loads))
+            if (nbytes := sum(nbytes for x, nbytes, written in moved if x.host and written is not loads))
         }
         return Cost(starts=starts, waits=(*starts,), seconds=seconds, name=label(op))
 
