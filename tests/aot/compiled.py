@@ -283,6 +283,7 @@ ROWS = [
     Row("MLP with biases and norms", MANY, OFFLOAD),
     *(Row("12x4096^2 scanned", 512, each) for each in (CORES, DISK)),
     Row(TWELVE, 512, CORES),
+    Row(LAYERS, 512, DISK),
     *(Row("12x4096^2 scanned", 512, OFFLOAD, "jo.jit", H200, mesh) for mesh in ("fsdp", "replicated")),
     Row("12x4096^2 scanned", 512, ZERO, "jo.jit", H200, "zero-1"),
     Row("12x4096^2 scanned", 512, ("clipped adamw", lambda: jo.offload(CLIPPED)), "pipelined", H200, "fsdp"),
