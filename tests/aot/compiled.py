@@ -1,14 +1,15 @@
 """The table of compiled steps that no change may make worse: peaks, bytes and overlap, as ``jo.inspect`` reads them.
 
 ``python -m tests.aot.compiled`` compiles every row and prints it beside the stored one; ``--write`` stores the result
-in ``compiled.json``; words select the rows whose names contain them. ``test_compiled.py`` compiles the rows and
-compares. Nothing runs: the compiler's figures are exact, the step times are simulated from its schedule.
+in ``compiled.json``, and the kinds of steps in ``docs/what_hides.md``; words select the rows whose names contain them.
+``test_compiled.py`` compiles the rows and compares. Nothing runs: the compiler's figures are exact, the step times are simulated from its schedule.
 """
 
 import tests.conftest  # noqa: F401, I001  (first: it sets up jax's CPU devices)
 import dataclasses
 import functools
 import json
+import re
 import sys
 import tempfile
 from collections.abc import Callable
@@ -24,7 +25,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 import jax_offload as jo
 from tests.aot import zoo
 from tests.aot.harness import on_a_fixed_link
-from tests.aot.kinds import alternating, simultaneous
+from tests.aot.kinds import HIDDEN, KINDS, MARK, PAGE, Kind, alternating, resident, simultaneous, table
 from tests.aot.model import loss as toy_loss
 from tests.aot.model import two_by_two
 
@@ -32,6 +33,7 @@ TABLE = Path(__file__).with_name("compiled.json")
 MIB = 2**20
 H200, V5E = "h200", "v5e:1x1"
 PEAK, EXPOSED = 0.03, 0.05  # how much worse a row may become, as shares of the peak and of the link's time
+TOO_HIGH = 1.01  # a peak above the resident one
 
 INT8 = {"mu": "int8", "nu": "uint8"}
 ADAMW = optax.adamw(1e-3)
@@ -308,6 +310,7 @@ ROWS = [
     *(Row(model, MANY, CLIP, "pipelined", H200, "fsdp") for model in (PAIRS, TWELVE)),
     Row("ViT, checkpointed", 4096, ("adamw, fraction 0.25", lambda: jo.offload(ADAMW, fraction=0.25)), "jit", H200,
         "fsdp"),
+    *KINDS,
 ]  # fmt: skip
 
 
@@ -342,8 +345,14 @@ def abstract(row: Row) -> tuple[Tree, Any, Any]:
     return params, jax.ShapeDtypeStruct(shape, of_batch, sharding=rows), loss
 
 
-def compiled(row: Row) -> dict[str, float]:
-    """A row of the table: MiB per device, milliseconds (simulated), and the share of the link's time exposed."""
+def compiled(row: Row | Kind, before: dict[str, Any] | None = None) -> dict[str, Any]:
+    """A row of the table: MiB per device, milliseconds (simulated), and the share of the link's time exposed.
+
+    Args:
+      before: the stored row; the resident step of a kind is not compiled again.
+    """
+    if isinstance(row, Kind):
+        return of_kind(row, (before or {}).get("resident"))
     if row.model in STEPS:
         return measured(row, *STEPS[row.model](row))
     params, batch, loss = abstract(row)
@@ -368,11 +377,25 @@ def compiled(row: Row) -> dict[str, float]:
     return measured(row, jitted, (params, state, batch))
 
 
-def measured(row: Row, step: Any, args: tuple[Any, ...]) -> dict[str, float]:
+def of_kind(kind: Kind, plain: float | None) -> dict[str, Any]:
+    """A row with the peak of the resident step, and the first reason why little is hidden."""
+    if plain is None:
+        step, args, donate = kind.make(resident)
+        plain = jo.inspect(jax.jit(step, donate_argnums=donate), *args, target=kind.target).peak / MIB
+    step, args, donate = kind.make(jo.offload)
+    jitted: Any = {"jo.jit": jo.jit, "pipelined": jo.pipelined}[kind.way](step, donate_argnums=donate)
+    found = measured(kind, jitted, args)
+    stays = () if kind.way == "pipelined" else jo.placement(jitted, *args).stays
+    why = re.sub(r" \(at \S+\)", "", stays[0]) if found["exposed"] > HIDDEN and stays else ""
+    return found | {"resident": round(plain, 1), "why": why}
+
+
+def measured(row: Row | Kind, step: Any, args: tuple[Any, ...]) -> dict[str, Any]:
     found = jo.inspect(step, *args, target=row.target, chip=on_a_fixed_link(row.target))
     t = found.timeline
     assert t is not None
-    assert row.optimizer[0].startswith("resident") or row.model == MOVED or not found.errors, found.errors
+    may_err = isinstance(row, Kind) or row.optimizer[0].startswith("resident") or row.model == MOVED
+    assert may_err or not found.errors, found.errors
     return {
         "peak": round(found.peak / MIB, 1),
         "host": round(found.host / MIB, 1),
@@ -384,16 +407,20 @@ def measured(row: Row, step: Any, args: tuple[Any, ...]) -> dict[str, float]:
     }
 
 
-def stored() -> dict[str, dict[str, float]]:
+def stored() -> dict[str, dict[str, Any]]:
     """The table as it was last written."""
     return json.loads(TABLE.read_text())["rows"] if TABLE.exists() else {}
 
 
-def worse(now: dict[str, float], before: dict[str, float]) -> list[str]:
-    """What a row has lost beside the stored one."""
+def worse(now: dict[str, Any], before: dict[str, Any]) -> list[str]:
+    """What a row has lost beside the stored one, and beside the resident step."""
     found = []
     if now["peak"] > before["peak"] * (1 + PEAK) + 1:
         found.append(f"peak {before['peak']} -> {now['peak']} MiB")
+    if now["peak"] > now.get("resident", now["peak"]) * TOO_HIGH:
+        found.append(f"peak {now['peak']} MiB above resident, {now['resident']} MiB")
+    if now["exposed"] > HIDDEN and now.get("why") != before.get("why"):
+        found.append(f"the reason was {before['why']!r}, and is {now['why']!r}")
     if now["exposed"] > before["exposed"] + EXPOSED:
         found.append(f"exposed {before['exposed']} -> {now['exposed']}")
     for name in ("host", "loaded", "stored", "collectives_ms"):
@@ -404,21 +431,22 @@ def worse(now: dict[str, float], before: dict[str, float]) -> list[str]:
 
 def main(arguments: list[str]) -> None:
     write, words = "--write" in arguments, [word for word in arguments if word != "--write"]
-    table = stored()
+    rows = stored()
     for row in ROWS:
         if not all(word in row.name for word in words):
             continue
         try:
-            now: Any = compiled(row)
+            now = compiled(row)
         except Exception as error:
             print(f"{row.name}: {type(error).__name__}: {str(error).splitlines()[0][:150]}", flush=True)
             continue
-        lost = worse(now, table[row.name]) if row.name in table else ["new"]
+        lost = worse(now, rows[row.name]) if row.name in rows else ["new"]
         print(row.name, now, *lost, flush=True)
         if write:
-            table[row.name] = now
+            rows[row.name] = now
             head = {"jax": jax.__version__, "optax": optax.__version__, "units": "MiB per device; ms simulated"}
-            TABLE.write_text(json.dumps({**head, "rows": table}, indent=1) + "\n")
+            TABLE.write_text(json.dumps({**head, "rows": rows}, indent=1) + "\n")
+            PAGE.write_text(PAGE.read_text().partition(MARK)[0] + f"{MARK}\n\n{table(rows)}\n")
 
 
 if __name__ == "__main__":
