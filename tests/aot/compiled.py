@@ -2,7 +2,8 @@
 
 ``python -m tests.aot.compiled`` compiles every row and prints it beside the stored one; ``--write`` stores the result
 in ``compiled.json``, and the kinds of steps in ``docs/what_hides.md``; words select the rows whose names contain them.
-``test_compiled.py`` compiles the rows and compares. Nothing runs: the compiler's figures are exact, the step times are simulated from its schedule.
+``test_compiled.py`` compiles the rows and compares. Nothing runs: the compiler's figures are exact, the step times are
+simulated from its schedule.
 """
 
 import tests.conftest  # noqa: F401, I001  (first: it sets up jax's CPU devices)

@@ -98,6 +98,7 @@ def train(tx, shape, kind, *, steps=STEPS, folder=None, ahead=False):
     ``ahead``: its step is built where no mesh is set, so that it does not move the state, and what a restore has put on
     the device is moved before.
     """
+
     @nnx.jit
     def make():
         model = Model(nnx.Rngs(0), lora=kind == "lora")
