@@ -15,9 +15,9 @@ INNER = [("optimizer", name) for name in OPTIMIZERS] + WRAPPERS
 SHARDINGS = (None, "fsdp", "ZeRO-1")
 MODELS = ("scan", "unrolled", "pairs")
 # Each optimizer on every path, with a sharding, a model and a form that change from one case to the next.
-DAILY = pytest.mark.daily("a slice of the table")
+DAILY, OLDEST = pytest.mark.daily("each optimizer once"), pytest.mark.oldest("a slice of the table")
 CASES = [
-    pytest.param(inner, mode, marks=[DAILY] if mode == inner % len(MODES) else [])
+    pytest.param(inner, mode, marks=[DAILY] * (mode == inner % len(MODES)) + [OLDEST] * (inner % 8 == 0))
     for inner, mode in itertools.product(range(len(INNER)), range(len(MODES)))
 ]
 

@@ -8,7 +8,6 @@ simulated from its schedule.
 
 import tests.conftest  # noqa: F401, I001  (first: it sets up jax's CPU devices)
 import dataclasses
-import functools
 import json
 import re
 import sys
@@ -19,13 +18,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+from jax.sharding import NamedSharding, PartitionSpec as P
 
 import jax_offload as jo
 from tests.aot import zoo
-from tests.aot.harness import on_a_fixed_link
+from tests.aot.harness import array, mesh_for, on_a_fixed_link
 from tests.aot.kinds import HIDDEN, KINDS, MARK, PAGE, Kind, alternating, resident, simultaneous, table
 from tests.aot.model import loss as toy_loss
 from tests.aot.model import two_by_two
@@ -168,16 +166,16 @@ MODELS: dict[str, tuple[Callable[[], tuple[Tree, Any, Any]], Any]] = {
 
 def two_networks(step_of: Callable[..., Any]) -> Callable[[Row], tuple[Any, tuple[Any, ...]]]:
     def made(row: Row) -> tuple[Any, tuple[Any, ...]]:
-        a, b, tx, ty = on_one(12, 4096, 4096), on_one(12, 4096, 4096), row.optimizer[1](), row.optimizer[1]()
+        a, b, tx, ty = array(12, 4096, 4096), array(12, 4096, 4096), row.optimizer[1](), row.optimizer[1]()
         step = jo.jit(step_of(tx, ty), donate_argnums=(0, 1, 2, 3))
-        return step, (a, b, jo.abstract_state(tx, a), jo.abstract_state(ty, b), on_one(row.tokens, 4096))
+        return step, (a, b, jo.abstract_state(tx, a), jo.abstract_state(ty, b), array(row.tokens, 4096))
 
     return made
 
 
 def three_in_a_scan(row: Row) -> tuple[Any, tuple[Any, ...]]:
     """Three steps in one program; each is rewritten as a step of its own."""
-    tx, params = row.optimizer[1](), {"w": on_one(8, 4096, 4096)}
+    tx, params = row.optimizer[1](), {"w": array(8, 4096, 4096)}
 
     def step(params: Tree, state: Tree, xs: Any) -> Any:
         def one(carry: Any, x: Any) -> Any:
@@ -185,13 +183,13 @@ def three_in_a_scan(row: Row) -> tuple[Any, tuple[Any, ...]]:
 
         return jax.lax.scan(one, (params, state), xs)[0]
 
-    args = params, jo.abstract_state(tx, params), on_one(3, row.tokens, 4096)
+    args = params, jo.abstract_state(tx, params), array(3, row.tokens, 4096)
     return jo.jit(step, donate_argnums=(0, 1)), args
 
 
 def of_microbatches(row: Row) -> tuple[Any, tuple[Any, ...]]:
     """Four microbatches in a scan, turned round: the first one hosts the update."""
-    tx, params = row.optimizer[1](), {"w": on_one(12, 2, 4096, 4096)}
+    tx, params = row.optimizer[1](), {"w": array(12, 2, 4096, 4096)}
 
     def step(params: Tree, state: Tree, batches: Any) -> Any:
         def add(total: Tree, x: Any) -> Any:
@@ -201,13 +199,13 @@ def of_microbatches(row: Row) -> tuple[Any, tuple[Any, ...]]:
         grads = jax.lax.scan(add, jax.tree.map(jnp.zeros_like, params), batches)[0]
         return jo.update_params(tx, grads, state, params)
 
-    args = params, jo.abstract_state(tx, params), on_one(4, row.tokens, 4096)
+    args = params, jo.abstract_state(tx, params), array(4, row.tokens, 4096)
     return jo.pipelined(step, donate_argnames=("params", "state")), args
 
 
 def of_a_moved_state(row: Row) -> tuple[Any, tuple[Any, ...]]:
     """A trainer has moved the state to the device: it goes home in the step."""
-    tx, params = row.optimizer[1](), {f"w{k:03d}": on_one(4096, 4096) for k in range(16)}
+    tx, params = row.optimizer[1](), {f"w{k:03d}": array(4096, 4096) for k in range(16)}
     home = jo.abstract_state(tx, params)
     moved = jax.tree.map(lambda x: x.update(sharding=x.sharding.with_memory_kind("device")), home)
 
@@ -216,7 +214,7 @@ def of_a_moved_state(row: Row) -> tuple[Any, tuple[Any, ...]]:
         return optax.apply_updates(params, updates), state
 
     out = jax.tree.map(lambda x: x.sharding, (params, home))
-    return jax.jit(step, donate_argnums=(0, 1), out_shardings=out), (params, moved, on_one(row.tokens, 4096))
+    return jax.jit(step, donate_argnums=(0, 1), out_shardings=out), (params, moved, array(row.tokens, 4096))
 
 
 PAIR = "two networks of 12x4096^2"
@@ -315,23 +313,12 @@ ROWS = [
 ]  # fmt: skip
 
 
-@functools.cache
-def mesh_of(n: int) -> Mesh:
-    """Devices that stand for the chip's: ``inspect`` takes the chip from ``target``."""
-    return Mesh(np.array(jax.devices("cpu")[:n]), ("data",))
-
-
-def on_one(*shape: int) -> jax.ShapeDtypeStruct:
-    """An array of float32 on one device."""
-    return jax.ShapeDtypeStruct(shape, jnp.float32, sharding=NamedSharding(mesh_of(1), P(), memory_kind="device"))
-
-
 def abstract(row: Row) -> tuple[Tree, Any, Any]:
     """Parameters and a batch, abstract, and the loss."""
     built, dtype = MODELS[row.model]
     shapes, batch_of, loss = built()
     n = 4 if row.mesh else 1
-    mesh = mesh_of(n)
+    mesh = mesh_for("", (n,))
 
     def leaf(shape: tuple[int, ...]) -> jax.ShapeDtypeStruct:
         spec = [None] * len(shape)
