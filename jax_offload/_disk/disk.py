@@ -380,8 +380,8 @@ class Disk:
             return assembled(parts, sharding, leaf.shape)
         if not covered(whole := box_of_shape(leaf.shape), [box for box, _ in parts]):
             raise ValueError(
-                f"disk: {leaf.name} is divided between processes, and this one has a part of it. Fix: jo.to_device(leaf), "
-                "in all processes, gives the leaf divided."
+                f"disk: {leaf.name} is divided between processes, and this one has a part of it. Fix: "
+                "jo.to_device(leaf), in all processes, gives the leaf divided."
             )
         return gathered(parts, whole)
 
