@@ -318,24 +318,24 @@ def _first_program(step: Jitted, given: tuple[Any, Any], whole: Any, to: Target 
     if any(isinstance(getattr(sharding_of(x), "mesh", None), jax.sharding.AbstractMesh) for x in leaves):
         raise ValueError(_ON_ABSTRACT)
     donated = [info.donated for info in jax.tree.leaves(whole.args_info)]
-    if (given := on_files(of_step := given, whole.jaxpr)) is not of_step:
+    if (given := on_files(as_given := given, whole.jaxpr)) is not as_given:
         whole = step.trace(*given[0], **given[1])
     leaves = [x for x in jax.tree.leaves(given) if is_traced(x)]
     place = next((s for x in leaves if (s := sharding_of(x)) is not None), None)
     device = next(iter((place or SingleDeviceSharding(jax.devices()[0])).device_set))
     here, there = (SingleDeviceSharding(device, memory_kind=kind) for kind in (DEVICE_KIND, HOST_KIND))
     driven = Driven(whole.jaxpr, leaves, donated, {}, {}, segments=False)
-    task, program, inputs = driven.first
+    task, program, of_step = driven.first
     names = [str(name or "argument") for name in whole.jaxpr.jaxpr.debug_info.arg_names or [""] * len(leaves)]
     names = [name if names.index(name) == k else f"{name} {k}" for k, name in enumerate(names)]
-    at = {v: k for k, v in enumerate(inputs)}
+    at = {v: k for k, v in enumerate(of_step.arguments)}
     taken = [at[v] for v in task.inputs if v in at]
     handed = [{names[k]: in_its_memory(leaves[k]) for p, k in enumerate(taken) if (p in {*task.reused}) is own}
               for own in (True, False)]  # fmt: skip
 
     def before(donated: dict[str, Any], rest: dict[str, Any]) -> list[Any]:
         values = donated | rest
-        return list(program(*(values[names[at[v]]] if v in at else driven.consts[v] for v in task.inputs)))
+        return list(program(*(values[names[at[v]]] if v in at else of_step.consts[v] for v in task.inputs)))
 
     hosted = [is_host_aval(v.aval) for v in task.outputs] + [True for _ in task.down]
     jitted = jax.jit(before, donate_argnums=0, out_shardings=[there if host else here for host in hosted])
