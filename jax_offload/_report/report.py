@@ -14,7 +14,7 @@ import optax
 from jax.sharding import NamedSharding
 
 from jax_offload._base import memory as _memory
-from jax_offload._base.around import described, step_described
+from jax_offload._base.around import described
 from jax_offload._base.arrays import is_traced
 from jax_offload._base.on_disk import is_on_disk
 from jax_offload._base.shardings import shards_of
@@ -141,7 +141,7 @@ def _of_step(step: Any, args: Any, kwargs: Any) -> Placement:
         step(*args, **kwargs)
         return [x if isinstance(x, jax.Array) else 0 for x in given]  # static, or mutable
 
-    with step_described():
+    with described():
         trace, unknown = trace_of(call, args, kwargs)
     flat = jax.tree_util.tree_flatten_with_path((args, kwargs), is_leaf=is_on_disk)[0]
     rows, loads = [_argument(jax.tree_util.keystr(path[1:]), x) for path, x in flat], _loads(trace)

@@ -7,7 +7,7 @@ import pytest
 
 import jax_offload as jo
 from jax_offload._analysis.compiled import on_files
-from jax_offload._base.around import step_described
+from jax_offload._base.around import described
 from jax_offload._base.arrays import is_traced, nbytes
 from jax_offload._base.jaxprs import jaxpr_of
 from jax_offload._base.memory import is_host_aval
@@ -59,7 +59,7 @@ def driven(name, segments, **where):
         return *jo.update_params(tx, grads, state, params), value
 
     args = params, jo.abstract_state(tx, params), batch
-    with step_described():
+    with described():
         closed, _ = jaxpr_of(step, *args)
         if (there := on_files(args, closed)) is not args:
             closed, _ = jaxpr_of(step, *there)
