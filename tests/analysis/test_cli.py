@@ -14,6 +14,8 @@ import jax_offload as jo
 from jax_offload._analysis.cli import main
 from tests.aot.harness import H200, require
 
+pytestmark = pytest.mark.daily("each is a command")
+
 MATRIX = 256 * 256 * 4
 SEVEN = "plan 7B --param-dtype bfloat16 --master float32".split()
 
@@ -138,8 +140,6 @@ def test_a_function_of_yours(tmp_path, monkeypatch):
 
 STEPS = """
 import jax, jax.numpy as jnp, optax, jax_offload as jo
-
-pytestmark = pytest.mark.daily("each is a command")
 x = jnp.ones((8, 256))
 def of(tx, state):
     params = jax.device_put(jnp.ones((256, 256)), jax.devices()[0])
