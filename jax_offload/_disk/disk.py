@@ -27,9 +27,9 @@ import jax
 import numpy as np
 from jax.sharding import Sharding
 
-from jax_offload._base.boxes import Parts, assembled, box_of_shape, boxes_of, covered, gathered, parts_of, shape_of
 from jax_offload._base.on_disk import TOKEN, VERSIONS, Ends, OnDisk, Place, Range, Token
 from jax_offload._base.processes import LETTERS, allgathered, everywhere, several
+from jax_offload._base.shardings import Parts, assembled, box_of_shape, boxes_of, covered, gathered, parts_of, shape_of
 from jax_offload._disk.files import pages
 from jax_offload._disk.leaves import Room, Stored, check_covered, entries_of, read_parts, stored_in
 from jax_offload._disk.store import NAME, Commit, Entry, Store, commits
