@@ -83,12 +83,12 @@ def parser() -> argparse.ArgumentParser:
     option("--layers", help="with --tokens, gives activations by a formula")
     option("--width", help="of a layer; follows from the number where --layers is given")
     option("--disk", action="store_true", help="add a row with the state on disk")
-    option("--optimizer", default="adamw", help="a name in optax or optax.contrib (default: adamw)")
-    option("--param-dtype", default="bfloat16", help="(default: bfloat16)")
+    option("--optimizer", help="a name in optax or optax.contrib (default: adamw)")
+    option("--param-dtype", help="(default: bfloat16)")
     option("--master", help="dtype of master parameters: float32")
     option("--storage", help="how moments are stored: bfloat16 (changes the numbers)")
     option("--clip", action="store_true", help="clip gradients by their global norm")
-    option("--devices", default=1, help="over which parameters are divided (FSDP)")
+    option("--devices", help="over which parameters are divided (FSDP; default: 1)")
     option("--replicated", action="store_true", help="keep parameters whole on every device instead")
     option("--verbose", action="store_true", help="transfers and code of each row, and sources of figures")
     option = command("check", _check, CHECK)
@@ -108,14 +108,14 @@ def _code_of(error: Exception) -> int:
 def _plan(model: str | None, params: str | None, verbose: bool, as_json: bool, **given: Any) -> int:
     model, called = model or params or "", "inner"
     _on_the_cpu()
-    of_model = {name: given.pop(name) for name in _MODEL}
+    of_model = {name: value for name in _MODEL if (value := given.pop(name)) not in (None, False)}
     if ":" in model:
-        default = vars(parser().parse_args(["plan", "1"]))
-        if other := [f"--{name.replace('_', '-')}" for name in _MODEL if of_model[name] != default[name]]:
+        if other := [f"--{name.replace('_', '-')}" for name in of_model]:
             raise ValueError(f"{', '.join(other)}: of a model that a number describes; {model} has its own.")
         found = plan(*load(model, "(optimizer, parameters) or (make, optimizer)"), **given)
     else:
-        tx, called = _optimizer(**{name: of_model.pop(name) for name in ("optimizer", "master", "storage", "clip")})
+        own = ("optimizer", "master", "storage", "clip")
+        tx, called = _optimizer(**{name: of_model.pop(name) for name in own if name in of_model})
         found = plan(tx, model, **of_model, **given)
     said = json.dumps(found.to_dict(), indent=1) if as_json else found.describe(verbose)
     print(re.sub(r"\binner\b", called, said))
@@ -145,8 +145,10 @@ def _on_the_cpu() -> None:
         jax.config.update("jax_platforms", "cpu")
 
 
-def _optimizer(optimizer: str, master: str | None, storage: str | None, clip: bool) -> tuple[Any, str]:
-    """The optimizer that the options describe, and its code."""
+def _optimizer(
+    optimizer: str = "adamw", master: str | None = None, storage: str | None = None, clip: bool = False
+) -> tuple[Any, str]:
+    """Return the optimizer that the options describe, and its code."""
     home = next((m for m in (optax, optax.contrib) if optimizer[:1] != "_" and hasattr(m, optimizer)), None)
     if home is None:
         raise ValueError(f"--optimizer: optax has no {optimizer!r}. Use a name in optax: adamw, adam, lion or sgd.")

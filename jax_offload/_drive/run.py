@@ -190,7 +190,7 @@ class Driven:
     def _program(self, task: Task) -> Callable[..., Sequence[Any]]:
         """Make the program of a task; tasks that do the same share it."""
         stage, jaxpr = task.stage, task.jaxpr
-        places = [*map(self._result_place, task.outputs), *(None for _ in task.down)]
+        places = self.result_places(task)
         shared = stage.name in (BEFORE, GROUP) or stage.on_cores
         what = structure(jaxpr, self._key_of) if shared else id(task)
         key = what, stage.on_cores, len(task.down), task.reused, tuple(places)
@@ -215,12 +215,14 @@ class Driven:
         self._compiled[key] = compiled
         return compiled
 
-    def _result_place(self, v: Var) -> Sharding | None:
-        """Return the sharding of the value whose next value this is, if it is divided."""
-        place = self._places.get(v)
-        if not isinstance(place, NamedSharding):
-            return None
-        return with_kind(place, HOST_KIND if is_host_aval(v.aval) else DEVICE_KIND)
+    def result_places(self, task: Task) -> list[Sharding | None]:
+        """Return the shardings of a program's results: that of the value whose next value a result is, if divided."""
+        places = [(v, self._places.get(v)) for v in task.outputs]
+        found = [
+            with_kind(s, HOST_KIND if is_host_aval(v.aval) else DEVICE_KIND) if isinstance(s, NamedSharding) else None
+            for v, s in places
+        ]
+        return [*found, *(None for _ in task.down)]
 
     def _writable(self, tasks: Sequence[Task]) -> set[Var]:
         """Return the donated leaves in host memory that the cores may overwrite: at most one task beside the first

@@ -336,30 +336,24 @@ _ASK = "tx.init(params) or abstract_state(tx, params) before the step tells them
 
 
 def guessed(updates: Sequence[Update], *, of_step: bool) -> tuple[str, ...]:
-    """The facts on which these updates rely that neither their arguments nor the trace around them show."""
-    orders = [_ORDER + (_SAY if of_step else _READ)] if any(map(_in_guessed_order, updates)) else []
-    return tuple(dict.fromkeys([*orders, *(each for update in updates for each in _shardings(update, of_step))]))
-
-
-def _in_guessed_order(update: Update) -> bool:
-    """Whether several slices of an ``offload`` without ``order`` are loaded in an order that nothing tells."""
-    free = {v for v, claim in claimed(update.claims).items() if claim.options.order is None}
-    return not update.ordered and sum(not free.isdisjoint(p.slice.loads) for p in update.planned) > 1
-
-
-def _shardings(update: Update, of_step: bool) -> Iterator[str]:
-    known = merged([each.options for each in update.claims])
-    by_sharding: dict[str, list[str]] = {}
-    for path in sorted(known.remembered):
-        sharding = known.shardings[path]
-        if sharding.num_devices > 1:  # on one there is nothing to decide
-            by_sharding.setdefault(_spec(sharding), []).append(path)
-    if by_sharding:
-        each = "; ".join(f"{text} of {_some(paths)}" for text, paths in by_sharding.items())
-        yield f"shardings: remembered from init, or from where they were asked for: {each}"
-    if (unknown := known.unknown - known.shardings.keys()) and update.planned:
-        none = f"not known of {_some(unknown)}" if of_step else f"{len(unknown)} of the parameters have none"
-        yield f"shardings: {none}, counted as on one device" + (f"; {_ASK}" if of_step else "")
+    """Return the facts on which updates rely that neither their arguments nor the trace around them show."""
+    said: dict[str, None] = {}
+    for update in updates:
+        free = {v for v, claim in claimed(update.claims).items() if claim.options.order is None}
+        if not update.ordered and sum(not free.isdisjoint(p.slice.loads) for p in update.planned) > 1:
+            said[_ORDER + (_SAY if of_step else _READ)] = None
+        known = merged([each.options for each in update.claims])
+        by_sharding: dict[str, list[str]] = {}
+        for path in sorted(known.remembered):
+            if (sharding := known.shardings[path]).num_devices > 1:  # on one there is nothing to decide
+                by_sharding.setdefault(_spec(sharding), []).append(path)
+        if by_sharding:
+            each = "; ".join(f"{text} of {_some(paths)}" for text, paths in by_sharding.items())
+            said[f"shardings: remembered from init, or from where they were asked for: {each}"] = None
+        if (unknown := known.unknown - known.shardings.keys()) and update.planned:
+            none = f"not known of {_some(unknown)}" if of_step else f"{len(unknown)} of the parameters have none"
+            said[f"shardings: {none}, counted as on one device" + (f"; {_ASK}" if of_step else "")] = None
+    return tuple(said)
 
 
 def _some(paths: Sequence[str] | Set[str]) -> str:

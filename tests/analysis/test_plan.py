@@ -417,6 +417,12 @@ def test_accumulation():
     assert ahead.loaded == pytest.approx(ahead.host * 3 / 2, rel=1e-3) and ahead.added > 0
 
 
+def test_an_update_that_needs_arguments_only_a_step_has():
+    """It cannot be traced from sizes: what it loads, and for how long, is not known."""
+    row = jo.plan(optax.contrib.momo(1e-2), "1B", chip="h100")["offload"]
+    assert (row.window, row.loaded, row.added) == (None, None, None) and row.host > 0
+
+
 @pytest.mark.parametrize(
     ("kwargs", "says"),
     [
