@@ -1,7 +1,7 @@
 # Two commands do everything: `make demo` and `make test`. Both need only Python >= 3.11.
 .DELETE_ON_ERROR:
 SHELL := /bin/sh
-# FULL=1: what is long too, on the oldest jax all that is daily; CI does
+# FULL=1, as in CI: long tests too, and all daily ones on the oldest jax
 PYTEST := -m pytest -n 2 --dist worksteal
 
 # The oldest supported jax is what Python 3.11 resolves to, the newest what 3.12 and later do.
@@ -59,7 +59,7 @@ test-newest: .venvs/$(NEWEST)/.installed
 	.venvs/$(NEWEST)/bin/python -c 'import jax, sys; print(f"== newest: Python {sys.version.split()[0]}, jax {jax.__version__}")'
 	.venvs/$(NEWEST)/bin/python $(PYTEST) $(if $(FULL),,--daily)
 
-# What is long runs on the newest jax alone; of what is daily, what is marked oldest.
+# Long tests run on the newest jax alone, and of the daily ones those that are marked oldest; with FULL=1 all daily ones.
 test-oldest:
 	@if [ "$(NEWEST)" = "$(OLDEST)" ]; then \
 	    echo "!! ONLY PYTHON $(OLDEST) IS INSTALLED: jax's newest supported version, which needs 3.12, WAS NOT TESTED"; \

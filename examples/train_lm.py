@@ -125,25 +125,8 @@ train_step = jax.jit(step, donate_argnums=0)
 disk_step = jo.jit(step, donate_argnums=0)
 
 
-class Pipelined:
-    """Run the same steps, with each update in the next batch's forward pass, or when someone asks for the state."""
-
-    def __init__(self, state):
-        self.step, self._state, self._carry = jo.pipelined(step, donate_argnames="state"), state, None
-
-    def __call__(self, batch):
-        if self._carry is None:
-            self._carry, aux = self.step.start(self._state, batch)
-            self._state = None
-        else:
-            self._carry, aux = self.step(self._carry, batch)
-        return aux.now
-
-    @property
-    def state(self):
-        if self._carry is not None:
-            self._state, self._carry = self.step.finish(self._carry), None
-        return self._state
+# Each update runs in the next batch's forward pass; the state is then a carry, until it is finished.
+pipelined_step = jo.pipelined(step, donate_argnames="state")
 
 
 def eval_params(state):
@@ -215,14 +198,14 @@ def main(argv=None):
     before = evaluate(state, held_out, args)
     print(f"held-out loss {before:.3f} nats per byte")
     losses, times, seconds, speed = [], [], 0.0, 0.0
-    pipelined = Pipelined(state) if args.pipelined else None
 
     def one(batch):
         """Take a step; return its loss and its seconds."""
         nonlocal state
         began = time.perf_counter()
-        if pipelined:
-            loss = pipelined(batch)
+        if args.pipelined:
+            state, aux = pipelined_step(state, batch)
+            loss = aux.now
         else:
             state, loss = (disk_step if disk else train_step)(state, batch)
         return float(loss), time.perf_counter() - began
@@ -242,7 +225,7 @@ def main(argv=None):
         if disk:
             disk.commit(i + 1, {"params": state.params, "opt_state": state.opt_state}, force=i + 1 == stop)
         if manager and (i + 1 == stop or manager.should_save(i + 1)):
-            state = pipelined.state if pipelined else state
+            state = pipelined_step.finish(state) if args.pipelined else state
             items = {"params": state.params, "opt_state": state.opt_state}
             # Written while training goes on: the next step donates this memory, so the writer gets a copy of it.
             manager.save(i + 1, args=jo.save_args(items, copy=not args.blocking_saves), force=True)
@@ -251,7 +234,7 @@ def main(argv=None):
 
     if manager:
         manager.close()  # waits for the last save
-    state = pipelined.state if pipelined else state
+    state = pipelined_step.finish(state) if args.pipelined else state
     after = evaluate(state, held_out, args)
     print(f"held-out loss {before:.3f} -> {after:.3f} nats per byte, {speed:,.0f} tokens/s")
     prompt, sample = b"\ndef ", ""

@@ -104,7 +104,7 @@ def test_a_profilers_trace_is_summed_up(tmp_path):
     }  # fmt: skip
 
 
-@pytest.mark.parametrize("by_fio", [False, pytest.param(True, marks=pytest.mark.long("starts processes"))])
+@pytest.mark.parametrize("by_fio", [False, True])
 def test_disk(by_fio, tmp_path, monkeypatch):
     try:
         os.close(os.open(tmp_path / "direct", os.O_RDWR | os.O_CREAT | os.O_DIRECT))
@@ -227,7 +227,7 @@ def test_no_stack_is_copied_on_a_cpu(turned, monkeypatch):
     step, args = jo.jit(paired.step_of(tx), donate_argnums=(0, 1)), (params, tx.init(params), x)
     if turned:
         train = jo.pipelined(paired.step_of(tx), donate_argnames=("params", "state"))
-        carry, _ = train.start(*args)
+        carry, _ = train(args[:-1], args[-1])
         step, args, _ = train.turned(carry, x)
     text = step.lower(*args).compile().as_text()
     stack = rf"f32\[{paired.LAYERS},{paired.WIDTH},{paired.WIDTH}\]"

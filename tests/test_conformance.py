@@ -8,9 +8,9 @@ from tests.conformance.run import SUBSET, count_on_host, differing, failed, run
 
 
 @pytest.mark.long("optax's own tests: minutes")
-def test_what_passes_with_plain_optax_passes_offloaded(request):
+def test_what_passes_with_plain_optax_passes_offloaded():
     jobs = os.cpu_count() or 1
-    ours = run("offload", jobs=jobs, part="" if request.config.getoption("--everything") else SUBSET)
+    ours = run("offload", jobs=jobs, part=SUBSET)
     assert count_on_host(ours) > len(ours) / 3, "tests should have updated a state in host memory"
     # Plain optax fails a few of its own; it need only say which of ours those are.
     plain = run("plain", jobs=jobs, only=failed(ours)) if failed(ours) else {}

@@ -9,12 +9,8 @@ import pytest
 import jax_offload as jo
 from tests.test_storage import ADAM_STORAGE, ADAMW, HOST, encoded, gradients, parameters
 
-LONG = pytest.mark.long("compiles every conversion")
 
-
-@pytest.mark.parametrize(
-    ("storage", "given"), [("int8", False), *(pytest.param(name, True, marks=LONG) for name in ADAM_STORAGE)]
-)
+@pytest.mark.parametrize(("storage", "given"), [("int8", False), *((name, True) for name in ADAM_STORAGE)])
 def test_to_plain_and_back(storage, given):
     params = parameters()
     tx = jo.offload(ADAMW, storage=ADAM_STORAGE[storage], min_bytes=1024)

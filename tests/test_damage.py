@@ -17,7 +17,6 @@ import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 import jax_offload as jo
-from tests.support.rows import rows
 from tests.test_multihost import LAUNCHERS, ROOT, free_port
 
 P = PartitionSpec
@@ -223,13 +222,9 @@ def trial(run, target, times, seed):
     return ends
 
 
-@pytest.mark.parametrize(
-    ("given", "times"),
-    rows(
-        itertools.product([True, False], [100, 1000]), "random damages", daily=[(True, 100)], never=lambda _, n: n > 100
-    ),
-)
-def test_random_damage(run, given, times):
+@pytest.mark.parametrize("given", [True, False])
+def test_random_damage(run, given):
+    times = 100
     ends = trial(run, run[2] if given else None, times, seed=given)
     assert ends["damaged"] >= 0.4 * times and ends["same"] >= 0.1 * times, ends
 
@@ -285,13 +280,10 @@ def plausible(run, target, most, seed):
     return ends
 
 
-@pytest.mark.parametrize(
-    ("given", "most"),
-    rows(itertools.product([True, False], [15, 10**6]), "more damages", daily=[(True, 15)], never=lambda _, n: n > 15),
-)
-def test_metadata_that_says_something_else(run, given, most):
-    ends = plausible(run, run[2] if given else None, most, seed=given)
-    assert ends["_METADATA", "damaged"] >= (5 if most == 15 else 100), ends
+@pytest.mark.parametrize("given", [True, False])
+def test_metadata_that_says_something_else(run, given):
+    ends = plausible(run, run[2] if given else None, most=15, seed=given)
+    assert ends["_METADATA", "damaged"] >= 5, ends
 
 
 # Our entry in the metadata

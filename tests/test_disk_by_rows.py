@@ -123,8 +123,7 @@ def test_the_table_says_how(disk):
 # ---- files -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.long("more kinds of parts", but=["larger"])
-@pytest.mark.parametrize("then", ["as before", "larger", "whole", "smaller"])
+@pytest.mark.parametrize("then", ["larger", "as before", "whole", "smaller"])
 def test_the_ranges_stay(then, tmp_path, monkeypatch):
     """Files go on as they were made, whatever is the size of a group by then: bit for bit."""
     if then == "smaller":

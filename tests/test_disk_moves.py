@@ -86,7 +86,6 @@ def types(tree):
 STORED = [(None, 2 * LEAF), ("bfloat16", LEAF), ({"mu": "int8", "nu": "uint8"}, LEAF // 2)]
 
 
-@pytest.mark.long("more formats", but=["storage2*"])
 @pytest.mark.parametrize(("storage", "host_bytes"), STORED)
 def test_a_store_restores_into_memory(disks, storage, host_bytes):
     """The last commit, from an open store, while it is updated, and from a closed one."""
@@ -124,7 +123,6 @@ def test_a_store_restores_onto_another_disk(disks):
     near(step_of(tx)(got["params"], got["state"], GRADS), step_of(offload(files))(weights, state, GRADS))
 
 
-@pytest.mark.long("more formats", but=["None*"])
 @pytest.mark.parametrize(("storage", "host_bytes"), STORED)
 def test_to_host_moves_a_running_job_there_and_back(disks, storage, host_bytes):
     files, memory = disks(host_bytes=host_bytes), offload(storage=storage)
@@ -146,7 +144,6 @@ def test_to_host_reads_the_parameters_off_a_state_on_disk(disks):
     same(jo.to_host(offload(), state), state)
 
 
-@pytest.mark.long("more formats", but=["bfloat16*"])
 @pytest.mark.parametrize(("storage", "host_bytes"), STORED)
 def test_orbax_saves_from_a_disk_and_restores_into_any_placement(disks, tmp_path, storage, host_bytes):
     files, memory = disks(host_bytes=host_bytes), offload(storage=storage)

@@ -54,7 +54,7 @@ def found(said, word):
 
 
 @pytest.mark.long("starts processes")
-@pytest.mark.parametrize("how", ["zero", pytest.param("all", marks=pytest.mark.long("more shardings"))])
+@pytest.mark.parametrize("how", ["zero", "all"])
 def test_as_in_host_memory(tmp_path, how):
     """Trained, committed and resumed, there bit for bit."""
     ended(tmp_path, start(tmp_path, "values", how))

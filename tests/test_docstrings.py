@@ -16,6 +16,8 @@ import pytest
 
 import jax_offload as jo
 
+pytestmark = pytest.mark.daily("each is a public name")
+
 NAMES = [name for name in jo.__all__ if name != "types"] + [f"types.{name}" for name in jo.types.__all__]
 VALUES = {name for name in NAMES if isinstance(attrgetter(name)(jo), type)}
 NEVER_RAISE = {*VALUES, "to_device"}  # they hold values, or take whatever they are given

@@ -230,7 +230,7 @@ def test_settings_that_forbid(setting, way, tmp_path):
     if way != "disk":
         train = jo.pipelined(signature(plain, tx), donate_argnames=("p", "s"))
         with SETTINGS[setting]():
-            p, s = train.finish(train.start(p, s, x)[0])
+            p, s = train.finish(train((p, s), x)[0])
     assert np.isfinite(p).all()
 
 

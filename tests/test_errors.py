@@ -11,7 +11,7 @@ import pytest
 
 import jax_offload as jo
 
-pytestmark = pytest.mark.oldest("messages that quote jax")
+pytestmark = [pytest.mark.oldest("messages that quote jax"), pytest.mark.daily("each is an error of its own")]
 
 ADAM = optax.adam(1e-3)
 

@@ -129,7 +129,6 @@ def parameters(dtype=jnp.float32):
 
 
 SHAPES = {"a": (300, 500), "b": (64, 64), "c": (300, 500)}
-LONG = pytest.mark.long("more optimizers")
 OPTIMIZERS = {
     "adamw": (lambda lr: optax.chain(optax.clip_by_global_norm(0.1), optax.adamw(lr)), jnp.float32),
     "momentum": (lambda lr: optax.sgd(10 * lr, momentum=0.9, nesterov=True), jnp.float32),
@@ -142,10 +141,7 @@ OPTIMIZERS = {
 
 @pytest.mark.parametrize(
     ("name", "donated"),
-    [
-        ("adamw", True),
-        *(pytest.param(n, n == "masters", marks=pytest.mark.long("more optimizers")) for n in OPTIMIZERS),
-    ],
+    [("adamw", True), *((name, name == "masters") for name in OPTIMIZERS)],
 )
 def test_values_placement_and_buffers(name, donated, kernels):
     make, dtype = OPTIMIZERS[name]

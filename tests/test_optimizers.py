@@ -10,7 +10,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
-import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -170,20 +169,11 @@ def assert_on_host(state: Any, resident: Any = None) -> None:
     assert [k == "pinned_host" for k in kinds(state)] == may
 
 
-# Others run daily in whole steps: tests/test_equivalence.py.
-DAILY = {"adafactor:factored", "muon", "MultiSteps:skip"}
-NOT_DAILY = pytest.mark.long("more optimizers")
-
-
-def some(names: Any, daily: set[str]) -> list[Any]:
-    return [pytest.param(name, marks=() if name in daily else NOT_DAILY) for name in names]
-
-
 def test_table_has_every_optimizer():
     assert len(TABLE) > 70 and {"adamw", "muon", "sophia", "prodigy", "galore"} <= TABLE.keys()
 
 
-@pytest.mark.parametrize("name", some(TABLE, DAILY))
+@pytest.mark.parametrize("name", TABLE)
 def test_same_values(name):
     """Whole in the smallest chunks and in part, in float32 and bfloat16, in one program: it compiles in less time."""
     entry = TABLE[name]
@@ -277,19 +267,11 @@ def under_vmap(step: Any, init: Any, params: Any) -> Any:
 
 
 WAYS = {"eagerly": eagerly, "scan": in_a_scan, "cond": in_a_cond, "vmap": under_vmap}
-EACH_DAY = {
-    ("eagerly", "MultiSteps"),
-    ("scan", "adamw, chunks"),
-    ("cond", "MultiSteps, chunks"),
-    ("vmap", "adafactor:factored, chunks"),
-}
 
 
 @pytest.mark.oldest("scans, branches, batching of factored leaves")
-@pytest.mark.parametrize(
-    ("way", "name"),
-    [pytest.param(*case, marks=() if case in EACH_DAY else NOT_DAILY) for case in itertools.product(WAYS, MODES)],
-)
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("name", MODES)
 def test_around_an_update(way, name):
     """Outside of jit an update is compiled all the same, and op by op optax rounds otherwise: it is always jitted."""
     entry, window = TABLE[MODES[name][0]], MODES[name][1]
@@ -306,7 +288,7 @@ def test_around_an_update(way, name):
 
 
 @pytest.mark.oldest("derivatives by a state")
-@pytest.mark.parametrize("name", some(["adamw, chunks", "MultiSteps", "adafactor:factored, chunks"], {"adamw, chunks"}))
+@pytest.mark.parametrize("name", ["adamw, chunks", "MultiSteps", "adafactor:factored, chunks"])
 def test_grad(name):
     """Through two updates, by parameters, gradients and the state that they start from."""
     entry, window = TABLE[MODES[name][0]], MODES[name][1]

@@ -13,7 +13,6 @@ import optax
 import pytest
 
 import jax_offload as jo
-from tests.support.rows import rows
 from tests.support.trees import kinds
 from tests.test_optimizers import TABLE, matrices
 
@@ -98,7 +97,7 @@ def abstract(container: str, sizes: list[tuple[int, ...]], dtype: Any) -> Any:
     return CONTAINERS[container]([jax.ShapeDtypeStruct(shape, dtype) for shape in sizes])
 
 
-@pytest.mark.parametrize("container", rows(CONTAINERS, "more containers", daily=["list", "tuple", "NamedTuple"]))
+@pytest.mark.parametrize("container", CONTAINERS)
 @pytest.mark.parametrize("name", [name for name in OPTIMIZERS if name not in LEFT_OUT])
 def test_whose_a_leaf_is(name, container):
     """As its sizes tell; and the same if all parameters have the same shape."""

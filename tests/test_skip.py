@@ -10,12 +10,11 @@ import jax_offload as jo
 from tests.support.trees import gradients
 
 HOST = "pinned_host"
-LONG = pytest.mark.long("more kinds of steps")
 ADAMW = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-2))
 OFFLOADS = {
+    "stored": jo.offload(ADAMW, min_bytes=1024, storage={"mu": "int8", "nu": "uint8"}),
     "adamw": jo.offload(ADAMW, min_bytes=1024),
     "in chunks": jo.offload(ADAMW, min_bytes=1024, window=8000),
-    "stored": jo.offload(ADAMW, min_bytes=1024, storage={"mu": "int8", "nu": "uint8"}),
     "masters": jo.offload(jo.with_master_params(ADAMW), min_bytes=1024),
     "clipping outside": optax.chain(optax.clip_by_global_norm(1.0), jo.offload(optax.adamw(1e-2), min_bytes=1024)),
     "MultiSteps": jo.offload(optax.MultiSteps(ADAMW, 2), min_bytes=1024),
@@ -41,7 +40,7 @@ def host_leaves(state):
 
 
 @pytest.mark.oldest("branches over host memory")
-@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in ("stored", "masters") else LONG) for n in OFFLOADS])
+@pytest.mark.parametrize("name", OFFLOADS)
 def test_a_skipped_update_changes_no_bit_and_the_next_goes_on(name):
     tx, params = OFFLOADS[name], parameters(jnp.bfloat16 if name == "masters" else jnp.float32)
     own = jax.jit(lambda p, s, g, skip: jo.update_params(tx, g, s, p, skip=skip))

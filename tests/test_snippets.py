@@ -20,6 +20,8 @@ from jax.experimental.array_serialization import serialization
 
 import jax_offload as jo
 
+pytestmark = pytest.mark.daily("the docs")
+
 ROOT = Path(__file__).parents[1]
 BLOCK = re.compile(r"```python\n(.*?)```", re.DOTALL)
 # The most words on each page, 14,500 in all: a new page takes them from another.

@@ -70,10 +70,7 @@ def lines(run):
     return sum(count.values())
 
 
-@pytest.mark.parametrize(
-    "case", [pytest.param(name, marks=() if name == "apply_if_finite" else pytest.mark.long("more optimizers"))
-             for name in CASES]
-)  # fmt: skip
+@pytest.mark.parametrize("case", CASES)
 def test_twice_the_leaves_are_twice_the_work(case):
     tx = jo.offload(CASES[case](), min_bytes=0, **OPTIONS.get(case, {}))
 
@@ -100,16 +97,13 @@ def scanned(params, x):
     return (jax.lax.scan(lambda x, w: (layer(x, w), None), x, params)[0] ** 2).mean()
 
 
-MORE = pytest.mark.long("more kinds of steps")
-
-
 @pytest.mark.parametrize(
     ("loss", "way"),
     [
         pytest.param(unrolled, jo.jit, id="unrolled-jit"),
         pytest.param(scanned, jo.pipelined, id="scanned-pipelined"),
-        pytest.param(unrolled, jo.pipelined, id="unrolled-pipelined", marks=MORE),
-        pytest.param(scanned, jo.jit, id="scanned-jit", marks=MORE),
+        pytest.param(unrolled, jo.pipelined, id="unrolled-pipelined"),
+        pytest.param(scanned, jo.jit, id="scanned-jit"),
     ],
 )
 def test_a_step_of_twice_the_leaves_is_twice_the_work(loss, way):

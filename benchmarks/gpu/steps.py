@@ -124,16 +124,17 @@ def run(name: str, toy: bool, programs: Path | None = None) -> dict[str, Any]:
     jax.block_until_ready((params, state, x))
     after_init = peak(device)
 
-    carried = [params, state]
+    carried: list[Any] = [(params, state)]
     del params, state  # they are donated
 
     def one_step(_: int) -> jax.Array:
         if way != TURNED:
-            *carried[:], done = compiled(*carried, x)
+            *given, done = compiled(*carried.pop(), x)
+            carried.append(given)
             return done
-        begin = len(carried) == 2
-        carried[:], aux = ([each] for each in (train.start(*carried, x) if begin else train(*carried, x)))
-        return aux[0].now
+        carry, aux = train(carried.pop(), x)
+        carried.append(carry)
+        return aux.now
 
     seconds, _ = clocked(one_step, WARMUP, TOY_STEPS if toy else STEPS)
     return {

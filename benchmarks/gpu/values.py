@@ -101,7 +101,7 @@ def turned_steps(step: Any, gradients: Any, compiling: dict[str, Any]) -> Callab
 
     def steps(params: Any, state: Any, batches: list[Any]) -> Any:
         with mock.patch.object(interop_jit, "compiler_options", return_value=compiling):
-            carry, aux = train.start(params, state, batches[0])
+            carry, aux = train((params, state), batches[0])
             losses = [aux.now]
             for batch in batches[1:]:
                 carry, aux = train(carry, batch)

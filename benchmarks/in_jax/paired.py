@@ -76,7 +76,7 @@ class Turned:
     def __call__(self, x: jax.Array) -> None:
         if self.carry is None:
             params = parameters(self.stacked)
-            self.carry, _ = self.train.start(params, self.tx.init(params), x)
+            self.carry, _ = self.train((params, self.tx.init(params)), x)
         self.carry, aux = self.train(self.carry, x)
         jax.block_until_ready((self.carry, aux.now))
 

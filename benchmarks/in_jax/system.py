@@ -124,11 +124,10 @@ def loop_of(it: Program, case: Case) -> Loop:
         turned, args, _ = train.turned(*types)
 
         def turned_stepper(_: Any, params: Any, state: Any, batch: Any) -> Callable[[int], jax.Array]:
-            carried: list[Any] = [params, state]
+            carried: list[Any] = [(params, state)]
 
             def one_step(i: int) -> jax.Array:
-                given = [carried.pop(0) for _ in range(len(carried))]
-                carry, aux = train(*given, batch(i)) if len(given) == 1 else train.start(*given, batch(i))
+                carry, aux = train(carried.pop(), batch(i))
                 carried.append(carry)
                 return aux.now
 

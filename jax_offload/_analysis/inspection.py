@@ -392,10 +392,10 @@ def inspect(
 
     Args:
       step: a training step, jitted with its donation, or by ``jax_offload.jit``; the result of
-        ``jax_offload.pipelined``, whose call between ``start`` and ``finish`` is inspected; or the result of
+        ``jax_offload.pipelined``, whose second call is inspected; or the result of
         ``.lower(...)`` or ``.compile()``.
       *args: the step's arguments, concrete or abstract (``jax.ShapeDtypeStruct`` with a sharding); none if ``step`` is
-        lowered or compiled. For a pipelined step, the arguments of ``start`` or of the call.
+        lowered or compiled. For a pipelined step, the original step's arguments, or the call's.
       target: a chip to compile for: ``"h200"``, ``"h100"``, ``"v5e:2x2"``, or ``v5p`` and ``v6e`` with a topology. It
         needs the extra ``aot``, and arguments that are abstract or on the CPU.
       chip: the chip whose speeds the simulation uses, as ``jax_offload.chip`` takes it; the target's if left out.

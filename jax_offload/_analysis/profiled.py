@@ -137,7 +137,7 @@ def profile(step: Any, *args: Any, steps: int = 3, chip: str | Path | Chip | Non
 
     The step must return its donated arguments: a result with the structure, shapes and dtypes of one takes its place
     in the next run. It runs once before measuring, to compile. Donated arguments are gone afterwards. Profile a step of
-    ``jax_offload.pipelined`` with its carry: ``profile(train, carry, batch)``, after ``train.start``.
+    ``jax_offload.pipelined`` with its carry: ``profile(train, carry, batch)``, after a first call.
 
     On jax 0.10 the profiler crashes in a process that has compiled for a ``target``. It has read the traces of an
     H100, but of a TPU only traces made by hand.

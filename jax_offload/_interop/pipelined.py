@@ -35,13 +35,14 @@ def pipelined(
     norm. Otherwise ``jax_offload.jit`` hides transfers in the backward pass. The step is an ordinary one, unchanged::
 
         train = jo.pipelined(step, donate_argnums=(0, 1))
-        carry, aux = train.start(params, state, batch)  # gradients only
-        carry, aux = train(carry, batch)                # the pending update, then the gradients of this batch
-        params, state = train.finish(carry)             # before evaluation, checkpoints, the end
+        carry = params, state
+        for batch in batches:
+            carry, aux = train(carry, batch)  # the pending update, then the gradients of this batch
+        params, state = train.finish(carry)   # the last pending update: before a checkpoint, and at the end
 
     The numbers equal the plain loop's. ``aux.now`` is whatever the step returns besides the carried values; the
     part of it that needs the new parameters arrives one call later, in ``aux.late``. A hyperparameter in the state that
-    changes between two calls would act on the pending update: call ``finish`` first, and ``start`` again.
+    changes between two calls would act on the pending update: call ``finish`` first, and go on with what it returns.
 
     Args:
       step: a function of parameters, state and a batch, as for ``jax_offload.jit``. It returns the next value of each
@@ -50,8 +51,8 @@ def pipelined(
         is which. If that leaves a doubt, an error says so; a step that returns a dict with the names of the carried
         arguments as keys leaves none.
       donate_argnames: the names of the arguments that are carried from call to call, as for ``jax.jit``. They are
-        donated: the arguments of ``start`` by the first call or by ``finish``. ``finish`` returns them in the order
-        given here, after the arguments of ``donate_argnums``.
+        donated. The first call takes them as a tuple in the order of the step's parameters, and ``finish`` returns such
+        a tuple; a single argument stands by itself.
       donate_argnums: the same by position.
       static_argnames: the names of arguments that are not arrays, as for ``jax.jit``.
       static_argnums: the same by position.
@@ -61,7 +62,7 @@ def pipelined(
         them (docs/step.md).
 
     Returns:
-      A ``types.Pipelined``: ``start``, the call itself, ``finish``, and ``params``, the current parameters.
+      A ``types.Pipelined``: the call itself, ``finish``, and ``params``, the current parameters.
 
     Raises:
       ValueError: a name or position is no parameter of the step, or nothing is carried. At the first call: the step has
@@ -76,8 +77,10 @@ def pipelined(
       ...     return *jo.update_params(tx, grads, state, w), loss
       >>> w, x = jax.device_put((jnp.ones((256, 256)), jnp.ones((2, 256))), jax.devices()[0])
       >>> train = jo.pipelined(step, donate_argnames=("w", "state"))
-      >>> carry, aux = train.start(w, tx.init(w), x)
-      >>> w, state = train.finish(train(carry, x)[0])
+      >>> carry = w, tx.init(w)
+      >>> for _ in range(2):
+      ...     carry, aux = train(carry, x)
+      >>> w, state = train.finish(carry)
     """
     step = step.__wrapped__ if isinstance(step, Jitted) else step  # it rewrites the whole, turned round
     parameters = inspect.signature(step).parameters
@@ -98,7 +101,7 @@ def pipelined(
 def _chosen(
     parameters: Mapping[str, inspect.Parameter], which: str, names: str | Sequence[str], numbers: int | Sequence[int]
 ) -> tuple[str, ...]:
-    """The names of the parameters that are chosen by position or by name, as ``jax.jit`` does."""
+    """Return the parameters that are chosen by position or by name, as ``jax.jit`` does, in their own order."""
     given = list(parameters)
     wanted = (names,) if isinstance(names, str) else tuple(names)
     if any(name not in parameters for name in wanted):
@@ -108,7 +111,7 @@ def _chosen(
         raise ValueError(
             f"{which}_argnums: expected positions among the step's {len(given)} parameters {given}, got {numbers!r}."
         )
-    chosen = tuple(dict.fromkeys([*(given[k] for k in places), *wanted]))
+    chosen = tuple(name for name in given if name in {*(given[k] for k in places), *wanted})
     kinds = inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD
     if various := [str(parameters[name]) for name in chosen if parameters[name].kind in kinds]:
         raise ValueError(f"{which}_argnames: {various[0]} stands for several arguments; give each a name of its own.")
@@ -116,7 +119,7 @@ def _chosen(
 
 
 class Pipelined:
-    """A step that ``jax_offload.pipelined`` has turned around: ``start``, call, ``finish``.
+    """A step that ``jax_offload.pipelined`` has turned around.
 
     Args:
       step: the original step.
@@ -131,7 +134,7 @@ class Pipelined:
       ...     return jo.update_params(tx, jax.grad(lambda w: jnp.tanh(x @ w).mean())(params), state, params)
       >>> params, x = jax.device_put((jnp.ones((256, 256)), jnp.ones((2, 256))), jax.devices()[0])
       >>> train = jo.pipelined(step, donate_argnums=(0, 1))
-      >>> carry, aux = train.start(params, tx.init(params), x)
+      >>> carry, aux = train((params, tx.init(params)), x)
       >>> train.params(carry).shape  # to evaluate; the update stays pending
       (256, 256)
       >>> params, state = train.finish(carry)
@@ -153,31 +156,12 @@ class Pipelined:
         """The original step."""
         return self._step
 
-    def start(self, *args: Any, **kwargs: Any) -> tuple[Carry, Aux]:
-        """Compute the gradients of the first batch.
-
-        Args:
-          *args: the step's arguments.
-          **kwargs: the same by name.
-
-        Returns:
-          The carry, for the first call or ``finish``, and an ``Aux`` with what else the step returns.
-
-        Raises:
-          TypeError: a carried argument is missing, or another argument is not an array and not static.
-          ValueError: the step cannot be turned around, as ``pipelined`` says.
-        """
-        given = self._given(args, kwargs)
-        carried = {name: jax.tree.map(array_of, given[name]) for name in self._names}
-        program, rest = self._traced(carried, given)
-        kept, now = program.start(jax.tree.leaves(tuple(carried.values())), rest)
-        return Carry(kept, 0, program), Aux(program.aux(now, program.now), None, 0)
-
-    def __call__(self, carry: Carry, *args: Any, **kwargs: Any) -> tuple[Carry, Aux]:
+    def __call__(self, carry: Any, *args: Any, **kwargs: Any) -> tuple[Carry, Aux]:
         """Run the pending update, then compute the gradients of the next batch.
 
         Args:
-          carry: the carry from ``start`` or the last call. It is donated; use it once.
+          carry: what the last call returned; for the first call, a tuple of the carried arguments in the order of the
+            step's parameters, as ``finish`` returns them, or the only one. It is donated; use it once.
           *args: the step's arguments without the carried ones.
           **kwargs: the same by name.
 
@@ -185,71 +169,89 @@ class Pipelined:
           The next carry, and an ``Aux``: ``now`` belongs to this batch, ``late`` to the batch before.
 
         Raises:
-          TypeError: ``carry`` is not a carry, or another argument is not an array and not static.
-          ValueError: ``carry`` was used already, or belongs to another step.
+          TypeError: ``carry`` is neither, or another argument is not an array and not static.
+          ValueError: ``carry`` was used already, or belongs to another step; or the step cannot be turned around, as
+            ``pipelined`` says.
         """
-        old = self._of(carry)
         given = self._rest.bind(*args, **kwargs).arguments
+        if not isinstance(carry, Carry):
+            carried = {name: jax.tree.map(array_of, x) for name, x in self._carried(carry).items()}
+            program, rest = self._traced(carried, given)
+            kept, now = program.start(jax.tree.leaves(tuple(carried.values())), rest)
+            return Carry(kept, 0, program), Aux(program.aux(now, program.now), None, 0)
+        old = self._of(carry)
         program, rest = self._traced(dict(zip(self._names, old.carried, strict=True)), given)
         carry.used = True
         kept, late, now = old.train(program, carry.kept, rest)
         number = _number(carry.step) + 1
         return Carry(kept, number, program), Aux(program.aux(now, program.now), old.aux(late, old.late), number)
 
-    def finish(self, carry: Carry, *, with_late: bool = False) -> Any:
+    def finish(self, carry: Any, *, with_late: bool = False) -> Any:
         """Run the pending update alone: before an evaluation or a checkpoint, and at the end.
 
         Args:
-          carry: the carry from ``start`` or the last call; it is donated.
+          carry: what the last call returned, which is donated; carried arguments, of which no update is pending, are
+            returned unchanged.
           with_late: whether to return the ``aux.late`` that a further call would give, too.
 
         Returns:
           The carried arguments, as a tuple or as the only one; with ``with_late`` a pair of these and the rest.
 
         Raises:
-          TypeError: ``carry`` is not a carry.
+          TypeError: ``carry`` is neither a carry nor the carried arguments.
           ValueError: ``carry`` was used already, or belongs to another step.
         """
+        if not isinstance(carry, Carry):
+            self._carried(carry)
+            return (carry, None) if with_late else carry
         program = self._of(carry)
         carry.used = True
         results, late = program.finish(carry.kept)
         results = results[0] if len(results) == 1 else results
         return (results, program.aux(late, program.late)) if with_late else results
 
-    def params(self, carry: Carry) -> Any:
+    def params(self, carry: Any) -> Any:
         """Return the current parameters after the pending update, which stays pending.
 
         Args:
-          carry: the carry from ``start`` or the last call; it remains usable.
+          carry: what the last call returned, or carried arguments; it remains usable.
 
         Returns:
           The carried argument ``params``, or the attribute of that name of the only carried argument that has it.
 
         Raises:
-          TypeError: ``carry`` is not a carry.
+          TypeError: ``carry`` is neither a carry nor the carried arguments.
           ValueError: ``carry`` was used already or belongs to another step, or no carried argument is or has
             ``params``.
         """
-        program = self._of(carry)
+        program = self._of(carry) if isinstance(carry, Carry) else None
+        carried = list(self._carried(carry).values()) if program is None else program.carried
         if "params" in self._names:
-            return program.look(carry.kept, self._names.index("params"), None)
-        owners = [k for k, x in enumerate(program.carried) if hasattr(x, "params")]
-        if len(owners) != 1:
-            raise ValueError(f"params: no carried argument is called 'params' or has that attribute: {self._names}.")
-        return program.look(carry.kept, owners[0], "params")
+            owner, attribute = self._names.index("params"), None
+        else:
+            owners = [k for k, x in enumerate(carried) if hasattr(x, "params")]
+            if len(owners) != 1:
+                raise ValueError(
+                    f"params: no carried argument is called 'params' or has that attribute: {self._names}."
+                )
+            owner, attribute = owners[0], "params"
+        if program is not None:
+            return program.look(carry.kept, owner, attribute)
+        return getattr(carried[owner], attribute) if attribute else carried[owner]
 
     def whole_step(self, *args: Any, **kwargs: Any) -> Any:
-        """``start`` and a call, of the step's arguments: what ``jax_offload.placement`` traces."""
-        carry, _ = self.start(*args, **kwargs)
-        given = self._signature.bind(*args, **kwargs).arguments
+        """Call the step twice with the original step's arguments: what ``jax_offload.placement`` traces."""
+        given = self._given(args, kwargs)
         rest = inspect.BoundArguments(self._rest, {k: x for k, x in given.items() if k not in self._names})  # pyright: ignore[reportArgumentType]
+        first = [given[name] for name in self._names]
+        carry, _ = self(first if len(first) > 1 else first[0], *rest.args, **rest.kwargs)
         return self(carry, *rest.args, **rest.kwargs)
 
     def turned(self, *args: Any, **kwargs: Any) -> tuple[Jitted, tuple[Any, ...], dict[str, Any]]:
         """Return the call as jax compiles it, its arguments, and the types of the carried values, for ``inspect``.
 
         Args:
-          *args, **kwargs: the arguments of a call, or of ``start``, which may be abstract.
+          *args, **kwargs: the arguments of a call, or of the original step, which may be abstract.
 
         Raises:
           TypeError: the arguments fit neither.
@@ -272,18 +274,27 @@ class Pipelined:
             given = self._signature.bind(*args, **kwargs).arguments
         except TypeError as error:
             raise TypeError(
-                f"{error}: a pipelined step takes {', '.join(self._signature.parameters)}, as its start does, or the "
-                "carry that start returned, and the rest."
+                f"{error}: expected the step's arguments, {', '.join(self._signature.parameters)}, or a carry and the "
+                "others."
             ) from error
         if missing := [name for name in self._names if name not in given]:
-            raise TypeError(f"start: {', '.join(missing)}: missing; carried arguments have no default.")
+            raise TypeError(f"step: {', '.join(missing)}: missing; carried arguments have no default.")
         return given
 
+    def _carried(self, carry: Any) -> dict[str, Any]:
+        """Return the carried arguments of a first call by name."""
+        values = [carry] if len(self._names) == 1 else carry
+        if not isinstance(values, (tuple, list)) or len(values) != len(self._names):
+            count = f" of {len(carry)}" if isinstance(carry, (tuple, list)) else ""
+            raise TypeError(
+                f"carry: expected what the last call returned, or at first the tuple ({', '.join(self._names)}), got a "
+                f"{type(carry).__name__}{count}."
+            )
+        return dict(zip(self._names, values, strict=True))
+
     def _of(self, carry: Carry) -> Rotated:
-        if not isinstance(carry, Carry):
-            raise TypeError(f"carry: expected what start or a call has returned, got a {type(carry).__name__}.")
         if not any(carry.program is program for program in self._programs.values()):
-            raise ValueError("carry: is of another pipelined step; finish it there, and start here.")
+            raise ValueError("carry: is of another pipelined step; finish it there, and begin here with the result.")
         if carry.used:
             raise ValueError("carry: was used already, and its arrays are gone; use what the last call has returned.")
         return carry.program

@@ -147,7 +147,7 @@ class Rotated:
         return {name: values[v] for v, name in self._keys[0].items()}
 
     def kept(self, leaves: Sequence[Any], rest: Mapping[str, Any]) -> Kept:
-        """The types of the values that ``start`` keeps. Gradients are divided like their state, type or parameter."""
+        """The types of the values that a call keeps. Gradients are divided like their state, type or parameter."""
         arrays = jax.tree.leaves(dict(rest))
         values = dict(zip(self._cut.program.inputs[len(self._cut.program.consts) :], [*leaves, *arrays], strict=True))
         own, (produced, _, _) = self._own(leaves), jax.eval_shape(self._before, leaves, arrays)
@@ -296,8 +296,8 @@ class Aux(NamedTuple):
       now: the results for this call's batch, such as a loss, with ``None`` in place of those that need the new
         parameters.
       late: the results that need the new parameters, for the batch of the call before, with ``None`` in place of the
-        others; ``None`` from ``start``.
-      step: the number of this call's batch; ``start`` has number 0. ``late`` belongs to ``step - 1``.
+        others; ``None`` from the first call.
+      step: the number of this call's batch, from 0. ``late`` belongs to ``step - 1``.
     """
 
     now: Any
@@ -309,8 +309,8 @@ class Carry:
     """The pytree that one call of a pipelined step hands to the next: arguments with their pending update.
 
     Do not change it: its parameters are not the current ones. ``jax_offload.save_args(carry)`` saves it, and
-    ``jax_offload.restore(manager, like)`` restores it, where ``like`` is a carry of the same step, from ``start``. The
-    results of ``finish`` do not depend on a step and make a better checkpoint.
+    ``jax_offload.restore(manager, like)`` restores it, where ``like`` is a carry that another call of the same step
+    returned. The results of ``finish`` do not depend on a step and make a better checkpoint.
     """
 
     def __init__(self, kept: Kept, step: Any, program: Rotated) -> None:

@@ -11,6 +11,8 @@ import pytest
 import jax_offload as jo
 from jax_offload._analysis import chips
 
+pytestmark = pytest.mark.daily("each is a chip")
+
 NAMES = "a100 h100 h200 b200 gh200 gb200 v5e v5p v6e".split()
 FIGURES = {f.name for f in dataclasses.fields(jo.types.Chip)} - {"name", "platform", "sources"}
 

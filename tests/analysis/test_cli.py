@@ -14,6 +14,8 @@ import jax_offload as jo
 from jax_offload._analysis.cli import main
 from tests.aot.harness import H200, require
 
+pytestmark = pytest.mark.daily("each is a command")
+
 MATRIX = 256 * 256 * 4
 SEVEN = "plan 7B --param-dtype bfloat16 --master float32".split()
 

@@ -141,7 +141,6 @@ def test_a_good_step(target, stacked):
         assert report.loops and all(set(x.leaves) == {"state[0].mu['w']", "state[0].nu['w']"} for x in report.loops)
 
 
-@pytest.mark.long("compiles more of the same for a chip", only=["4194304*"])
 @pytest.mark.parametrize(("window", "chunks"), [(8 * MIB, 4), (4 * MIB, 8)])
 def test_the_parts_and_the_loop_of_a_window(window, chunks):
     """8 layers of 1 MiB, two moments: a window holds two chunks of both, one that comes and one that goes."""
@@ -192,7 +191,6 @@ BROKEN = {
 }  # fmt: skip
 
 
-@pytest.mark.long("compiles more of the same for a chip", only=["usual recipe-v5e:1x1-False"])
 @pytest.mark.filterwarnings("ignore:offload\\(\\)")  # of the state that has been moved
 @pytest.mark.parametrize("stacked", [False, True])
 @pytest.mark.parametrize("target", [H200, V5E])
@@ -209,7 +207,6 @@ def test_broken_steps(name, target, stacked):
         jo.verify(jax.jit(fun, donate_argnums=(0, 1)), params, state, batch, target=target)
 
 
-@pytest.mark.long("compiles more of the same for a chip", only=["v5e*"])
 @pytest.mark.filterwarnings("ignore:offload\\(\\)")  # of the state that has been moved
 @pytest.mark.parametrize("target", [H200, V5E])
 def test_one_leaf_that_is_left_on_the_device(target):
@@ -333,11 +330,11 @@ def test_a_pipelined_step_of_a_carry():
     train = jo.pipelined(step_of(tx, loss, update_params=True), donate_argnames=("params", "state"))
     params = jax.tree.map(lambda x: jax.device_put(jnp.ones(x.shape), x.sharding), arguments(tx, width=64)[0])
     batch, state = jnp.ones((8, 64)), tx.init(params)
-    carry, _ = train.start(params, state, batch)
+    carry, _ = train((params, state), batch)
     report = jo.verify(train, carry, batch)
     assert report.peak == jo.inspect(train, params, state, batch).peak
     params, state = train.finish(train(carry, batch)[0])  # it was not used
     with pytest.raises(ValueError, match=r"mu/w000: .* arrive in device memory"):
         jo.verify(train, params, jo.to_device(state), batch)
-    with pytest.raises(TypeError, match="a pipelined step takes params, state, batch, as its start does, or the carry"):
+    with pytest.raises(TypeError, match="expected the step's arguments, params, state, batch, or a carry"):
         jo.inspect(train, params)

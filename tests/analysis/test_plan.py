@@ -16,7 +16,6 @@ from jax.sharding import PartitionSpec as P
 
 import jax_offload as jo
 from tests.analysis.test_cli import run
-from tests.support.rows import rows
 
 ADAMW, LION = optax.adamw(1e-3), optax.lion(1e-4)
 CLIPPED = optax.chain(optax.clip_by_global_norm(1.0), ADAMW)
@@ -56,7 +55,10 @@ MODELS = {  # the optimizer, about so many parameters, and their dtype
     "405e9": (ADAMW, dense(126, 16384), "bfloat16"),
 }  # fmt: skip
 WAYS = [(1, False), (8, True), (8, False), (64, True), (64, False)]  # devices, and whether parameters are divided
-DAILY = dict(zip(MODELS, (WAYS * 3)[:12], strict=True))
+ONCE = list(zip(MODELS, (WAYS * 3)[:12], strict=True))
+DAILY = pytest.mark.daily("every model once")
+EACH = [pytest.param(name, *way, marks=[DAILY] if (name, way) in ONCE else [])
+        for name, way in itertools.product(MODELS, WAYS)]  # fmt: skip
 
 
 def placed(shapes, dtype="bfloat16", devices=1, divided=False):
@@ -85,14 +87,7 @@ def named(row, inner):
     return eval(row.code.partition("; ")[0].removeprefix("tx = "), {"inner": inner, "jo": jo, "optax": optax})
 
 
-@pytest.mark.parametrize(
-    ("name", "devices", "divided"),
-    rows(
-        [(name, *way) for name, way in itertools.product(MODELS, WAYS)],
-        "every model in every way",
-        daily=lambda name, *way: DAILY[name] == way,
-    ),
-)
+@pytest.mark.parametrize(("name", "devices", "divided"), EACH)
 def test_every_row_s_bytes_are_those_of_the_run(name, devices, divided):
     """The state is where its arrays would be, and what streams is all that is in host memory, once each way."""
     inner, shapes, dtype = MODELS[name]
@@ -138,12 +133,7 @@ def compiled_arguments(name, devices, divided):
 
 
 @pytest.mark.parametrize(
-    ("name", "devices", "divided"),
-    rows(
-        [(name, *way) for name, way in itertools.product(MODELS, WAYS) if way[0] <= 8],
-        "every model in every way",
-        daily=lambda name, *way: DAILY[name] == way and "unrolled" not in name,
-    ),
+    ("name", "devices", "divided"), [(name, *way) for name, way in itertools.product(MODELS, WAYS) if way[0] <= 8]
 )
 def test_every_row_s_bytes_are_the_compiled_arguments(name, devices, divided):
     found = compiled_arguments(name, devices, divided)

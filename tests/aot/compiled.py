@@ -255,9 +255,9 @@ SCANNED, PAIRS = "24x4096^2 scanned", "12x(2x4096^2) scanned"
 LAYERS, TWELVE = "24x4096^2 unrolled", "12x4096^2 unrolled"
 MANY = 16384
 ROWS = [
+    *(Row(SCANNED, tokens, OFFLOAD, way) for tokens in (512, MANY) for way in ("jo.jit", "jit")),
     *(Row(SCANNED, tokens, RESIDENT, "jit") for tokens in (512, MANY)),
     Row(LAYERS, 512, RESIDENT, "jit"),
-    *(Row(SCANNED, tokens, OFFLOAD, way) for tokens in (512, MANY) for way in ("jit", "jo.jit")),
     *(Row(LAYERS, tokens, OFFLOAD, way) for tokens in (512, MANY) for way in ("jit", "jo.jit")),
     Row(LAYERS, 32768, OFFLOAD, "jit"),
     Row(SCANNED, 512, CLIP, "jit"),

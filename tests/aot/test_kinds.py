@@ -5,13 +5,8 @@ import pytest
 from tests.aot.harness import H200, require
 from tests.aot.kinds import KINDS, MARK, PAGE, compiled, installed, stored, table, worse
 
-DAILY = {"microbatches in a scan | jo.jit", "one of two updates in a cond | jo.jit"}
-LONG = pytest.mark.long("compiles the whole table")
 
-
-@pytest.mark.parametrize(
-    "kind", [pytest.param(kind, id=kind.key, marks=[] if kind.key in DAILY else [LONG]) for kind in KINDS]
-)
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.key)
 def test_a_kind_of_step_hides_what_it_did(kind):
     require(H200)
     if not installed(kind):

@@ -1,7 +1,5 @@
 """Laws of compiled steps that hold whatever their figures are. The figures: tests/aot/compiled.py."""
 
-import itertools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,7 +11,6 @@ import jax_offload as jo
 from tests.aot.harness import H200, MIB, V5E, array, require
 from tests.aot.model import loss, step_of
 
-LONG = pytest.mark.long("compiles more of the same for a chip")
 ADAMW = optax.adamw(1e-3)
 CLIPPED = optax.chain(optax.clip_by_global_norm(1.0), ADAMW)
 
@@ -31,8 +28,8 @@ def inspected(tx, layers, width, *, stacked=False, devices=1, target=H200, updat
 
 # Layers and width, with state from 1 MiB to 1 GiB: in an early version each was above resident.
 POINTS = {
-    "two layers": (2, 4096, {"stacked": True}, ADAMW, {}),
     "stacked and clipped": (12, 1024, {"stacked": True, "update_params": True}, CLIPPED, {}),
+    "two layers": (2, 4096, {"stacked": True}, ADAMW, {}),
     "sharded": (12, 4096, {"stacked": True, "devices": 8}, ADAMW, {}),
     "unrolled, 1 MiB of state": (8, 128, {}, ADAMW, {}),
     "unrolled and clipped, 8 MiB": (16, 256, {"update_params": True}, CLIPPED, {}),
@@ -41,10 +38,9 @@ POINTS = {
     "bfloat16 storage": (12, 512, {"stacked": True, "update_params": True}, ADAMW, {"storage": "bfloat16"}),
     "on a TPU": (4, 512, {"target": V5E}, ADAMW, {}),
 }
-DAILY = {"stacked and clipped", "unrolled and clipped, 8 MiB"}
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in DAILY else LONG) for n in POINTS])
+@pytest.mark.parametrize("name", POINTS)
 def test_defaults_are_never_above_resident(name):
     """By more than the larger of 1 % and 1 MiB; and not because the state stayed."""
     layers, width, how, inner, options = POINTS[name]
@@ -59,7 +55,7 @@ def test_defaults_are_never_above_resident(name):
     assert ours.stored == pytest.approx(ours.host, rel=0.01) and ours.errors == ()
 
 
-@LONG
+@pytest.mark.long("compiles more of the same for a chip")
 def test_the_window_bounds_what_is_on_the_device():
     """Twice the window is at most the window more: no gradient waits for its state."""
     require(H200)
@@ -70,7 +66,7 @@ def test_the_window_bounds_what_is_on_the_device():
 
 
 @pytest.mark.oldest("memory of init")
-@pytest.mark.parametrize("inner", [ADAMW, pytest.param(optax.contrib.schedule_free_adamw(1e-3), marks=LONG)])
+@pytest.mark.parametrize("inner", [ADAMW, optax.contrib.schedule_free_adamw(1e-3)])
 def test_init_holds_two_leaves(inner):
     """The leaves have different shapes, or XLA would merge their zeros into one."""
     require(H200)
@@ -91,19 +87,12 @@ RETURNED = {
     "grads, params, state": lambda params, state, grads: (grads, params, state),
 }
 DONATED = {"params": (0,), "state": (1,), "both": (0, 1)}
-DONATIONS = {
-    ("params", "grads, params, state", H200),
-    ("state", "params, state", H200),
-    ("both", "state, params", H200),
-}
 
 
 @pytest.mark.oldest("aliases in compiled programs")
-@pytest.mark.parametrize(
-    ("donated", "returned", "target"),
-    [pytest.param(*case, marks=() if case in DONATIONS else LONG)
-     for case in itertools.product(DONATED, RETURNED, (H200, V5E))],
-)  # fmt: skip
+@pytest.mark.parametrize("target", [H200, V5E])
+@pytest.mark.parametrize("returned", RETURNED)
+@pytest.mark.parametrize("donated", ["both", "params", "state"])
 def test_no_alias_crosses_memories_and_every_host_leaf_keeps_its_buffer(donated, returned, target):
     require(target)
     tx, params = jo.offload(ADAMW, min_bytes=0), {name: array(*shape) for name, shape in SHAPES.items()}

@@ -17,7 +17,7 @@ from jax_offload._analysis.timeline import Program, timeline
 from tests.aot.harness import H200, V5E, array, require, scheduled
 from tests.aot.model import loss, step_of
 
-pytestmark = pytest.mark.oldest("reading what XLA prints")
+pytestmark = [pytest.mark.oldest("reading what XLA prints"), pytest.mark.daily("each is a form of what XLA prints")]
 
 # A 256×256 float32 is 2**18 bytes, and a matmul of two takes 2 * 256**3 operations.
 MATRIX, FLOPS = 2**18, 2 * 256**3

@@ -47,9 +47,7 @@ def calls_of_two_steps(run):
 
 
 @pytest.mark.parametrize("loses", [False, True], ids=["killed", "power lost"])
-@pytest.mark.parametrize(
-    "first", [0, *(pytest.param(k, marks=pytest.mark.long("more of the calls")) for k in (1, 2, 3))]
-)
+@pytest.mark.parametrize("first", range(4))
 def test_at_any_call(run, first, loses):
     """Two steps and their commits end at each call of the system's: it opens at the last commit that ended, or at the
     one that did not, whole."""
@@ -71,7 +69,7 @@ def test_at_any_call(run, first, loses):
     assert found == {2, 3, 4}
 
 
-@pytest.mark.parametrize("every", [pytest.param(1, marks=pytest.mark.long("more of the calls")), 6])
+@pytest.mark.parametrize("every", [6, 1])
 def test_files_that_were_begun(run, every, tmp_path):
     """However often the making of the first files has ended, and wherever, they can be made."""
     disk = run.of(tmp_path / "begun")

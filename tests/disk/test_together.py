@@ -142,7 +142,7 @@ def opened(place, process):
     return store.step
 
 
-@pytest.mark.parametrize("every", [9, pytest.param(1, marks=pytest.mark.long("more calls"))])
+@pytest.mark.parametrize("every", [9, 1])
 @pytest.mark.parametrize("killed", [0, 1])
 def test_one_is_killed_at_any_call(two, tmp_path, every, killed):
     """Both open at one commit, the last that ended or the one after it, and go on from there."""

@@ -53,6 +53,7 @@ MULTI = optax.MultiSteps(ADAMW, 2).gradient_transformation()
 COLUMNS = optax.stateless(lambda g, _: jax.tree.map(lambda x: x - x.mean(axis=0, keepdims=True), g))
 MASTERS = {"inner": jo.with_master_params(ADAMW), "dtype": jnp.bfloat16, "rtol": 2e-2}
 CASES = {
+    "masters, zero": Case(**MASTERS, mesh="zero"),
     "adamw": Case(exact=True),
     "adamw, whole": Case(by_rows=False, exact=True),
     "adamw, in chunks": Case(options={"window": 2**14}, exact=True),
@@ -77,7 +78,6 @@ CASES = {
     "int8, minor axes": Case(mesh="minor axes", by_rows=False, options={"storage": INT8}, rtol=1e-4),
     "masters": Case(**MASTERS),
     "masters, parameters kept": Case(**MASTERS, donate=(1,)),
-    "masters, zero": Case(**MASTERS, mesh="zero"),
     **{
         f"{mesh}, {axes.name}{'' if rows else ', whole'}": Case(mesh=mesh, axes=axes, by_rows=rows, exact=True)
         for mesh in SPECS
@@ -88,7 +88,6 @@ CASES = {
     "lamb, rows": Case(optax.lamb(1e-2), "rows"),
     "adafactor, minor axes": Case(optax.adafactor(1e-2, min_dim_size_to_factor=8), "minor axes"),
 }
-DAILY = ["adamw", "lamb, in chunks", "adafactor", "int8", "masters, zero", "rows, Explicit", "MultiSteps, zero"]
 
 
 def mesh_of(case):
@@ -121,9 +120,7 @@ def trained(case, disk):
     return after, state, tx
 
 
-@pytest.mark.parametrize(
-    "name", [n if n in DAILY else pytest.param(n, marks=pytest.mark.long("more kinds of steps on disk")) for n in CASES]
-)
+@pytest.mark.parametrize("name", CASES)
 def test_as_in_host_memory(name, disk, monkeypatch):
     """Values, types, shardings and kinds of memory after three donated updates."""
     case = CASES[name]

@@ -43,10 +43,19 @@ WITHOUT_ROWS = {("optimizer", name) for name in ("sgd", "sm3")} | {
     ("fraction", 0.0),
     ("inside", "mechanize"),
 }
-DAILY = ("stack", "gradients", "skip", "inside", "target", "second")
-LATER = (
-    *("second stack", "remat", "oddity", "further leaf", "loss scale", "metrics", "results", "train state"),
-    *("jitted inside", "optimizer", "outside", "storage", "fraction"),
+CHOICES = (
+    *("stack", "gradients", "skip", "inside", "target", "second", "second stack", "remat", "oddity", "further leaf"),
+    *(
+        "loss scale",
+        "metrics",
+        "results",
+        "train state",
+        "jitted inside",
+        "optimizer",
+        "outside",
+        "storage",
+        "fraction",
+    ),
 )
 
 
@@ -61,9 +70,7 @@ def shown(**choices):
 
 
 @pytest.mark.oldest("the whole step")
-@pytest.mark.parametrize(
-    "field", [*DAILY, *(pytest.param(name, marks=pytest.mark.long("more kinds of steps")) for name in LATER)]
-)
+@pytest.mark.parametrize("field", CHOICES)
 def test_what_moves(field):
     wrong = []
     for value in dict.fromkeys(FIELDS[field]):

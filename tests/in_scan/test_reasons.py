@@ -12,6 +12,8 @@ import pytest
 import jax_offload as jo
 from tests.support.steps import ADAMW, CLIPPED, all_moved, batch, loss_of, moved, new_params, offloaded, placement
 
+pytestmark = pytest.mark.daily("each is a reason")
+
 TX = offloaded(ADAMW, min_bytes=0)
 DROPPED = "nothing that the step returns is made by its update"
 # Each case: the step's results, chosen from new values (parameters, state, norm of the change, a loss) and old ones;

@@ -23,7 +23,7 @@ from tests.support.trees import assert_close, copied
 KINDS = [kind for kind in dict.fromkeys(FIELDS["second"]) if kind]
 
 
-@pytest.mark.parametrize("inside", [None, pytest.param("clip", marks=pytest.mark.long("clipped too"))])
+@pytest.mark.parametrize("inside", [None, "clip"])
 @pytest.mark.parametrize(
     ("second", "mode"), [*((kind, "jo.jit") for kind in KINDS), ("same gradients", "pipelined, host")]
 )
@@ -87,7 +87,7 @@ def test_one_jitted_update_that_is_called_twice_moves_twice():
     assert_close(got, want, 1e-3)
 
 
-@pytest.mark.parametrize("share", ["host", pytest.param(0.5, marks=pytest.mark.long("more shares"))])
+@pytest.mark.parametrize("share", ["host", 0.5])
 def test_the_cores_update_one_state_twice_in_a_step(share):
     def make(tx):
         def step(params, state, batch):

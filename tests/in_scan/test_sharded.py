@@ -28,7 +28,6 @@ from tests.support.steps import (
 )
 from tests.support.trees import assert_close, shardings_in
 
-LONG = pytest.mark.long("trains on eight devices")
 FSDP = {"layers": P(None, "data", None), "head": P("data"), "bias": P()}
 COLUMNS = {"layers": P(None, None, "data"), "head": P("data"), "bias": P()}
 TWO_AXES = {"layers": P(None, "data", "model"), "head": P("model"), "bias": P()}
@@ -41,15 +40,13 @@ CASES = [  # the step, how it is divided, its axes, and options of jo.offload
     ("pipelined", FSDP, AxisType.Auto, {}),
     ("pipelined, host", TWO_AXES, AxisType.Explicit, {}),
     ("pipelined", WHOLE, AxisType.Auto, ZERO | {"fraction": 0.25}),
-    *(pytest.param(*case, marks=LONG) for case in [
-        ("jo.jit", COLUMNS, AxisType.Auto, {}),
-        ("jo.jit", FSDP, AxisType.Explicit, {}),
-        ("jo.jit", WHOLE, AxisType.Explicit, ZERO),
-        ("pipelined", TWO_AXES, AxisType.Auto, {}),
-        ("pipelined, host", TWO_AXES, AxisType.Auto, {}),
-        ("pipelined", WHOLE, AxisType.Explicit, ZERO),
-    ]),
-]  # fmt: skip
+    ("jo.jit", COLUMNS, AxisType.Auto, {}),
+    ("jo.jit", FSDP, AxisType.Explicit, {}),
+    ("jo.jit", WHOLE, AxisType.Explicit, ZERO),
+    ("pipelined", TWO_AXES, AxisType.Auto, {}),
+    ("pipelined, host", TWO_AXES, AxisType.Auto, {}),
+    ("pipelined", WHOLE, AxisType.Explicit, ZERO),
+]
 
 
 def gathered(p, axes):
@@ -95,7 +92,7 @@ def test_sharded(way, specs, axes, options):
             train = jo.pipelined(step, donate_argnames=("params", "state"), gradients=gradients)
             turned, args, _ = train.turned(params, state, batches[0])
             text = turned.lower(*args).compile().as_text()
-            carry, aux = train.start(params, state, batches[0])
+            carry, aux = train((params, state), batches[0])
             returned = [aux]
             for k, each in enumerate(batches[1:]):
                 before = shardings_in(carry.kept)

@@ -213,12 +213,9 @@ STEPS = {  # whether the update of the stack moves, or why it does not
     "layers by a given number": (of_network(by_a_given_number), False),
     "a backward pass by hand": (of_network(by_hand), False),
 }
-LONG = {"printing", "reading after the update", "a mutable array", "inside of a jit", "layers by a given number"}
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=pytest.mark.long("more steps") if n in LONG else ()) for n in STEPS]
-)
+@pytest.mark.parametrize("name", STEPS)
 def test_the_numbers_are_those_of_the_plain_step(name):
     make, expected = STEPS[name]
     table = assert_as_plain(make, offloaded(ADAMW), ADAMW)

@@ -28,6 +28,8 @@ from tests.support.steps import (
 )
 from tests.support.trees import assert_close, copied
 
+pytestmark = pytest.mark.daily("each is an error of its own")
+
 BATCHES = [batch(k) for k in range(3)]
 ZEROS = jax.tree.map(jnp.zeros_like, parameters())
 
@@ -49,7 +51,7 @@ def check(step_with: Any, carried: dict[str, Any], results: tuple[str, ...], *na
     train = jo.pipelined(step_with(tx), donate_argnames=names)
     carry, returned = advance(train, copied(tuple(init.values())), BATCHES)
     got, rest = finished(train, carry, returned)
-    for name, x in zip(names, got, strict=True):
+    for name, x in zip(init, got, strict=True):
         assert_placed(x, init[name])
         assert_close(x, want[name], 1e-3)
     assert_close(rest, others, 1e-3)
@@ -125,16 +127,16 @@ def test_what_cannot_be_told_apart_is_named():
     tx = offloaded(CLIPPED)
     check(step_of_averages(Named), start, Named._fields, "slow", "params", "state", "fast")
     args, names = (*start.values(), tx.init(parameters()), BATCHES[0]), ("params", "fast", "slow", "state")
-    _, aux = jo.pipelined(step_of_averages(dict)(tx), donate_argnames=names).start(*copied(args))
+    _, aux = jo.pipelined(step_of_averages(dict)(tx), donate_argnames=names)(copied(args[:-1]), args[-1])
     assert float(aux.now["loss"]) > 0
     train = jo.pipelined(step_of_averages(lambda **found: tuple(found.values()))(tx), donate_argnames=names)
     with pytest.raises(
         ValueError, match=r"'fast' and 'slow', and the update does not tell.* Return a dict with the carried"
     ):
-        train.start(*args)
+        train(args[:-1], args[-1])
     train = jo.pipelined(step_of_averages(lambda **found: found | {"slow": found["loss"]})(tx), donate_argnames=names)
     with pytest.raises(ValueError, match="its result 'slow' differs from the carried argument in tree"):
-        train.start(*args)
+        train(args[:-1], args[-1])
 
 
 # ---- refusals
@@ -143,7 +145,7 @@ def test_what_cannot_be_told_apart_is_named():
 def started(step=None, tx=None, **options):
     tx = offloaded(CLIPPED) if tx is None else tx
     train = jo.pipelined(step or step_of(tx), **{"donate_argnames": ("params", "state")} | options)
-    return train, train.start(parameters(), tx.init(parameters()), batch(0))[0]
+    return train, train((parameters(), tx.init(parameters())), batch(0))[0]
 
 
 def test_a_state_that_was_moved_to_the_device():
@@ -151,7 +153,7 @@ def test_a_state_that_was_moved_to_the_device():
     state = tx.init(params)
     train = jo.pipelined(step_of(tx), donate_argnames=("params", "state"))
     with pytest.raises(ValueError, match=r"^state/.*arrive in device memory.*jax_offload.to_host\(tx, state\)"):
-        train.start(params, jax.tree.map(lambda x: jax.device_put(x, jax.memory.Space.Device), state), batch(0))
+        train((params, jax.tree.map(lambda x: jax.device_put(x, jax.memory.Space.Device), state)), batch(0))
     with pytest.raises(ValueError, match=r"^state/.*jax_offload.abstract_state\(tx, params\)"):
         jo.verify(train, *jax.eval_shape(lambda *args: args, params, state), batch(0))
 
@@ -166,10 +168,20 @@ def test_a_carry_is_used_once():
     for use in (train.finish, train.params, lambda carry: train(carry, batch(1))):
         with pytest.raises(ValueError, match="carry: was used already"):
             use(following)
-        with pytest.raises(TypeError, match="carry: expected what start or a call has returned, got a dict"):
+        with pytest.raises(TypeError, match=r"or at first the tuple \(params, state\), got a dict"):
             use(parameters())
     with pytest.raises(ValueError, match="carry: is of another pipelined step"):
         started()[0].finish(started()[1])
+
+
+def test_where_no_update_is_pending():
+    """After ``finish``, and in a loop of no batches, the carried arguments stand for a carry."""
+    train, carry = started()
+    carry = params, state = train.finish(carry)
+    assert train.params(carry) is params
+    assert train.finish(carry) == (params, state) and train.finish(carry, with_late=True) == (carry, None)
+    with pytest.raises(TypeError, match=r"at first the tuple \(params, state\), got a tuple of 3"):
+        train.finish((*carry, params))
 
 
 def test_a_call_that_fails_leaves_the_carry():
@@ -260,9 +272,9 @@ def test_two_networks_in_turn():
     train = jo.pipelined(step, donate_argnums=range(4), static_argnames="first")
     late = r"gradients for the update of 'd_state' and 'd' are taken after the update of 'g_state' and 'g', .* Fix: "
     with pytest.raises(ValueError, match=late):
-        train.start(*given)
+        train(given[:-1], given[-1])
     want = jax.jit(step, static_argnames="first")(*given, first=True)
-    got = train.finish(train.start(*given, first=True)[0])
+    got = train.finish(train(given[:-1], given[-1], first=True)[0])
     assert_close(got, tuple(want[name] for name in ("g", "g_state", "d", "d_state")), 1e-5)
 
 
@@ -276,6 +288,6 @@ def test_bad_names():
     with pytest.raises(ValueError, match="static_argnames: a carried argument cannot be static"):
         jo.pipelined(step, donate_argnames="params", static_argnames="params")
     train = jo.pipelined(lambda w, s, x: step(w, s, x), donate_argnames=("w", "s"))
-    carry, _ = train.start(parameters(), offloaded(CLIPPED).init(parameters()), batch(0))
+    carry, _ = train((parameters(), offloaded(CLIPPED).init(parameters())), batch(0))
     with pytest.raises(ValueError, match="params: no carried argument is called 'params'"):
         train.params(carry)

@@ -42,7 +42,7 @@ def test_large_gradients_wait_on_the_host(axis, unrolled):
     """After ``start`` and after a call, in their own dtype; the head's stays."""
     tx, params = offloaded(CLIPPED), parameters(axis)
     train = pipelined(step_of(tx, axis=axis, unrolled=unrolled))
-    carry, _ = train.start(copied(params), tx.init(params), batch(0))
+    carry, _ = train((copied(params), tx.init(params)), batch(0))
     shape = (WIDTH, LAYERS, WIDTH) if axis else (LAYERS, WIDTH, WIDTH)
     for _ in range(2):
         assert waiting(carry) == {shape: (HOST, jnp.float32), (WIDTH, 8): (DEVICE, jnp.float32)}
@@ -55,7 +55,7 @@ def test_a_gradient_waits_divided_as_its_state():
     mesh = jax.make_mesh((8,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
     tx, params = offloaded(CLIPPED, shard_over="x"), jax.device_put(parameters(), NamedSharding(mesh, P()))
     train = pipelined(step_of(tx))
-    carry, _ = train.start(params, tx.init(params), jax.device_put(batch(0), NamedSharding(mesh, P("x"))))
+    carry, _ = train((params, tx.init(params)), jax.device_put(batch(0), NamedSharding(mesh, P("x"))))
     (waits,) = (x for x in carry.kept[1].values() if x.ndim == 3)
     moment = optax.tree.get(tx.init(params), "mu")["layers"]
     assert waits.sharding.is_equivalent_to(moment.sharding, 3) and not moment.sharding.is_fully_replicated
@@ -107,7 +107,7 @@ def test_errors():
     with pytest.raises(ValueError, match="gradients: expected 'device' or 'host', got 'disk'"):
         jo.pipelined(step_of(tx), donate_argnums=(0, 1), gradients="disk")
     with pytest.raises(ValueError, match="gradients='host': the step's update runs in a cond"):
-        pipelined(branching).start(parameters(), state, batch(0))
+        pipelined(branching)((parameters(), state), batch(0))
     head = {"head": parameters()["head"]}
     with pytest.raises(ValueError, match="gradients='host': none that the update reads is a float array of 64 KiB"):
-        pipelined(of_the_head).start(head, tx.init(head), batch(0))
+        pipelined(of_the_head)((head, tx.init(head)), batch(0))

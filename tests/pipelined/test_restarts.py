@@ -49,7 +49,7 @@ def test_resume_from_a_checkpoint(what, gradients, tmp_path):
     with ocp.CheckpointManager(tmp_path / "saved") as manager:
         manager.save(3, args=jo.save_args(saved))
     fresh = pipelined(step_of(tx), gradients=gradients)
-    like = fresh.start(*start, batches[0])[0] if what == "the carry" else start
+    like = fresh(start, batches[0])[0] if what == "the carry" else start
     with ocp.CheckpointManager(tmp_path / "saved") as manager:
         back = jo.restore(manager, like)
     assert_placed(back.kept if what == "the carry" else back, saved.kept if what == "the carry" else saved)
@@ -70,7 +70,7 @@ def test_resume_from_a_checkpoint(what, gradients, tmp_path):
 def test_a_copy_of_a_carry_goes_on_by_itself():
     tx, batches = offloaded(CLIPPED), list(map(batch, range(3)))
     train = pipelined(step_of(tx))
-    carry, _ = train.start(parameters(), tx.init(parameters()), batches[0])
+    carry, _ = train((parameters(), tx.init(parameters())), batches[0])
     other = copied(carry)
     for each in batches[1:]:
         carry, _ = train(carry, each)
@@ -83,7 +83,7 @@ def test_nothing_of_start_is_donated_before_the_first_call():
     tx = offloaded(CLIPPED)
     params, state = parameters(), tx.init(parameters())
     train = pipelined(step_of(tx))
-    carry, _ = train.start(params, state, batch(0))
+    carry, _ = train((params, state), batch(0))
     assert not any(x.is_deleted() for x in jax.tree.leaves((params, state)))
     pending = jax.tree.leaves(carry.kept[1])
     following, _ = train(carry, batch(1))

@@ -44,7 +44,6 @@ from tests.support.steps import (
 from tests.support.trees import assert_close, copied, kinds, shardings_in
 
 BATCHES = [batch(k) for k in range(5)]
-LONG = pytest.mark.long("trains plain and turned")
 
 
 def plain_of(tx: Any) -> Any:
@@ -54,8 +53,8 @@ def plain_of(tx: Any) -> Any:
 FACTORED = optax.adafactor(1e-2, min_dim_size_to_factor=4, momentum=0.9)
 FINITE = optax.apply_if_finite(optax.sgd(0.1, 0.9), 3)
 KINDS = {  # offloaded, plain, the step, how gradients wait, whether the update moves into the forward scan
-    "clipped": (offloaded(CLIPPED), CLIPPED, step_of, "device", True),
     "clipped, gradients on the host": (offloaded(CLIPPED), CLIPPED, plain_of, "host", True),
+    "clipped": (offloaded(CLIPPED), CLIPPED, step_of, "device", True),
     "unrolled, gradients on the host": (
         offloaded(CLIPPED), CLIPPED, lambda tx: step_of(tx, unrolled=True), "host", False),
     "on the cores": (offloaded(CLIPPED, update_on="host"), CLIPPED, step_of, "host", False),
@@ -67,9 +66,7 @@ KINDS = {  # offloaded, plain, the step, how gradients wait, whether the update 
 
 
 @pytest.mark.oldest("the turned step")
-@pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=LONG if n in ("clipped", "half on the cores") else ()) for n in KINDS]
-)
+@pytest.mark.parametrize("name", KINDS)
 def test_kinds_of_steps(name):
     tx, plain, make, gradients, scan = KINDS[name]
     table = assert_as_plain(make, tx, plain, jo.pipelined, batches=BATCHES, gradients=gradients)
@@ -127,7 +124,7 @@ def test_two_updates_and_unordered_effects():
     assert_close(train.finish(carry)[0], wanted[-1][0], 1e-4)
 
 
-@pytest.mark.parametrize("gradients", ["device", pytest.param("host", marks=LONG)])
+@pytest.mark.parametrize("gradients", ["device", "host"])
 def test_a_skipped_update_in_the_forward_pass_changes_no_bit(gradients):
     """Though the state moves: each slice of the update chooses, and the codes of its moments are as they were."""
     tx = offloaded(CLIPPED, storage={"mu": "int8", "nu": "bfloat16"})
@@ -140,7 +137,7 @@ def test_a_skipped_update_in_the_forward_pass_changes_no_bit(gradients):
     train = jo.pipelined(step, donate_argnums=(0, 1), gradients=gradients)
     params, state = parameters(), tx.init(parameters())
     assert any(moved(jo.placement(train, params, state, batch(0)), IN_FORWARD).values())
-    carry, _ = train.start(params, state, batch(0))
+    carry, _ = train((params, state), batch(0))
     carry, _ = train(carry, jax.tree.map(lambda x: x * jnp.inf, batch(2)))
     before, places = jax.tree.map(np.asarray, carry.kept[0]), shardings_in(carry.kept[0])
     carry, _ = train(carry, batch(3))
@@ -270,7 +267,7 @@ def test_settings_of_jax_make_another_program():
         return step_of(tx)(params, state, batch)
 
     train = jo.pipelined(step, donate_argnums=(0, 1))
-    carry, _ = train.start(parameters(), tx.init(parameters()), batch(0))
+    carry, _ = train((parameters(), tx.init(parameters())), batch(0))
     for precision in (None, "float32", "float32", None):
         with jax.default_matmul_precision(precision):
             carry, _ = train(carry, batch(1))
@@ -332,7 +329,7 @@ def test_one_carried_argument_that_holds_both(kind, alone):
 
     both = kind(parameters(), tx.init(parameters()))
     train = jo.pipelined(step, donate_argnames="both")
-    carry, aux = train.start(copied(both), batch(0))
+    carry, aux = train(copied(both), batch(0))
     assert aux.now == () if alone else float(aux.now) > 0
     wanted = jax.jit(step)(both, batch(0))
     assert_close(train.finish(carry), wanted if alone else wanted[0], 1e-5)

@@ -51,7 +51,7 @@ def train(way, folder, steps):
     with ocp.CheckpointManager(folder, options=ocp.CheckpointManagerOptions(max_to_keep=2)) as manager:
         at = manager.latest_step() or 0
         if way == "carry":
-            carried, _ = turned.start(*carried, batch(0))
+            carried, _ = turned(carried, batch(0))
         if at:
             carried = jo.restore(manager, carried)
         for k in range(at or (way == "carry"), steps):
@@ -60,8 +60,7 @@ def train(way, folder, steps):
             elif way == "carry":
                 carried, _ = turned(carried, batch(k))
             else:
-                first = k % EVERY == 0
-                carried, _ = turned.start(*carried, batch(k)) if first else turned(carried, batch(k))
+                carried, _ = turned(carried, batch(k))
                 carried = turned.finish(carried) if (k + 1) % EVERY == 0 else carried
             if (k + 1) % EVERY == 0:
                 manager.wait_until_finished()

@@ -50,7 +50,7 @@ def turned(tx, gradients, params, state, batches):
     """Losses, where what waits is, and the last parameters and state."""
     train = jo.pipelined(step_of(tx), donate_argnames=("params", "state"), gradients=gradients)
     outcome = {"placement": str(jo.placement(train, params, state, batches[0]))}
-    carry, aux = train.start(params, state, batches[0])
+    carry, aux = train((params, state), batches[0])
     losses = [float(aux.now)]
     for x in batches[1:]:
         carry, aux = train(carry, x)

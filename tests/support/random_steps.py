@@ -1143,9 +1143,8 @@ def pipelined(step: Step) -> Record:
         rest = rest_of(step, k)
         before = compiles()
         if carry is None:
-            given = {name: results.get(name, rest.get(name)) for name in step.arguments}
-            given = {name: x for name, x in given.items() if name != "flag" or "flag" in rest}
-            carry, aux = train.start(**given)
+            first = [results[name] for name in carried]
+            carry, aux = train(first if len(first) > 1 else first[0], **rest)
         else:
             carry, aux = train(carry, **rest)
             lates.append(aux.late)

@@ -92,9 +92,8 @@ def loop(step: Callable[..., Any], carried: Sequence[Any], batches: Iterable[Any
 
 def advance(train: Any, carried: Sequence[Any], batches: Sequence[Any]) -> tuple[Any, list[Any]]:
     """The same through ``pipelined``, not finished yet: the carry and every ``Aux``."""
-    carry, aux = train.start(*carried, batches[0])
-    returned = [aux]
-    for each in batches[1:]:
+    carry, returned = carried if len(carried) > 1 else carried[0], []
+    for each in batches:
         carry, aux = train(carry, each)
         returned.append(aux)
     return carry, returned

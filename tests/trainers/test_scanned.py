@@ -144,7 +144,7 @@ def test_scanned_layers(framework, entry):
     else:
         train = jo.pipelined(step, donate_argnums=0)
         assert "in the scan that reads the parameters" in words(jo.placement(train, carried, BATCHES[0]))
-        carry, aux = train.start(carried, BATCHES[0])
+        carry, aux = train(carried, BATCHES[0])
         losses = [float(aux.now)]
         for x in BATCHES[1:]:
             carry, aux = train(carry, x)

@@ -9,12 +9,13 @@ import warnings
 
 import jax
 import numpy as np
+import optax
 import pytest
 from flax import nnx
 from jax.sharding import AxisType
 
 import jax_offload as jo
-from tests.trainers._common import INNER, STEPS, assert_same_losses, kinds, offloaded
+from tests.trainers._common import INNER, STEPS, assert_same_losses, kinds
 
 peft_trainer = pytest.importorskip("tunix.sft.peft_trainer", exc_type=ImportError)
 env_utils = pytest.importorskip("tunix.utils.env_utils", exc_type=ImportError)
@@ -72,9 +73,7 @@ class Watch:
         pass
 
     def on_train_step_start(self, trainer):
-        state = trainer.optimizer.opt_state
-        # The accumulators are those of Tunix's MultiSteps: they stay on the device.
-        self.memories.append(kinds(getattr(state, "inner_opt_state", state)))
+        self.memories.append(kinds(trainer.optimizer.opt_state))
 
     def on_train_step_end(self, trainer, step, loss):
         self.losses.append(float(loss))
@@ -84,13 +83,21 @@ def make_mesh(shape):
     return jax.make_mesh((8,), ("fsdp",), axis_types=(AxisType.Auto,)) if shape == "mesh" else contextlib.nullcontext()
 
 
+def optimizer(kind):
+    """Where gradients accumulate, ``MultiSteps`` stands inside ``offload``; Tunix counts microbatches as steps."""
+    return optax.MultiSteps(INNER, 2) if kind == "accumulate" else INNER
+
+
+def offloaded(kind):
+    return jo.offload(optimizer(kind), min_bytes=0)
+
+
 def train(tx, shape, kind, *, steps=STEPS, folder=None, ahead=False):
     """Steps of a trainer that goes on where the folder's last checkpoint ends.
 
     ``ahead``: its step is built where no mesh is set, so that it does not move the state, and what a restore has put on
     the device is moved before.
     """
-    accumulate = 2 if kind == "accumulate" else None
 
     @nnx.jit
     def make():
@@ -104,26 +111,25 @@ def train(tx, shape, kind, *, steps=STEPS, folder=None, ahead=False):
         config = peft_trainer.TrainingConfig(
             eval_every_n_steps=STEPS + 1,
             max_steps=steps,
-            gradient_accumulation_steps=accumulate,
             checkpoint_root_directory=None if folder is None else str(folder),
         )
         trainer = peft_trainer.PeftTrainer(make(), tx, config)
         trainer.with_gen_model_input_fn(lambda x: {**vars(x), "positions": None, "attention_mask": None})
         trainer.with_training_hooks(watch := Watch())
     if ahead:
-        optimizer = trainer.optimizer
+        moved = trainer.optimizer
         of = nnx.LoRAParam if kind == "lora" else nnx.Param
-        state, params = nnx.as_pure(optimizer.opt_state), nnx.as_pure(nnx.state(trainer.model, of))
-        nnx.update(optimizer.opt_state, nnx.state(jo.to_host(optimizer.tx, state, params)))
+        state, params = nnx.as_pure(moved.opt_state), nnx.as_pure(nnx.state(trainer.model, of))
+        nnx.update(moved.opt_state, nnx.state(jo.to_host(moved.tx, state, params)))
         trainer.jit_train_and_eval_step(cache_nnx_graph=True)
     with mesh:
-        trainer.train(batches(STEPS * (accumulate or 1)))
+        trainer.train(batches(STEPS))
     return watch
 
 
 @functools.cache
 def expected_losses(shape, kind):
-    return train(INNER, shape, kind).losses
+    return train(optimizer(kind), shape, kind).losses
 
 
 @contextlib.contextmanager
@@ -141,17 +147,17 @@ def only_on_a_mesh(shape):
 @pytest.mark.parametrize("kind", ["full", "lora", "accumulate"])
 def test_peft_trainer(kind, shape):
     with only_on_a_mesh(shape):
-        watch = train(offloaded(), shape, kind)
+        watch = train(offloaded(kind), shape, kind)
     assert_same_losses(watch.losses, expected_losses(shape, kind))
     assert watch.memories[0] == ({"device"} if shape == "mesh" else {"pinned_host"})
     assert watch.memories[1:] == [{"pinned_host"}] * (len(watch.memories) - 1)
-    assert len(watch.memories) == STEPS * (2 if kind == "accumulate" else 1)
+    assert len(watch.memories) == STEPS
 
 
 @pytest.mark.parametrize(("kind", "shape"), [("full", "one device"), ("accumulate", "one device"), ("lora", "mesh")])
 def test_checkpoint_and_resume(kind, shape, tmp_path):
-    first = train(offloaded(), shape, kind, steps=5, folder=tmp_path)
-    rest = train(offloaded(), shape, kind, folder=tmp_path)
+    first = train(offloaded(kind), shape, kind, steps=5, folder=tmp_path)
+    rest = train(offloaded(kind), shape, kind, folder=tmp_path)
     assert (len(first.losses), len(rest.losses)) == (5, STEPS - 5)
     assert_same_losses(first.losses + rest.losses, expected_losses(shape, kind))
     assert rest.memories[1:] == [{"pinned_host"}] * (len(rest.memories) - 1)
@@ -160,7 +166,7 @@ def test_checkpoint_and_resume(kind, shape, tmp_path):
 def test_a_plain_run_goes_on_offloaded(tmp_path):
     """A checkpoint of the plain optimizer, and one of the offloaded, are the same."""
     first = train(INNER, "one device", "full", steps=5, folder=tmp_path)
-    rest = train(offloaded(), "one device", "full", steps=9, folder=tmp_path)
+    rest = train(offloaded("full"), "one device", "full", steps=9, folder=tmp_path)
     last = train(INNER, "one device", "full", folder=tmp_path)
     assert_same_losses(first.losses + rest.losses + last.losses, expected_losses("one device", "full"))
     assert kinds(nnx.state(rest.trainer.optimizer)) == {"pinned_host"}
@@ -169,8 +175,8 @@ def test_a_plain_run_goes_on_offloaded(tmp_path):
 @pytest.mark.parametrize(("kind", "resumed"), [("full", False), ("accumulate", False), ("lora", True)])
 def test_a_step_that_is_built_ahead_leaves_the_state_on_the_host(kind, resumed, tmp_path):
     """What docs/frameworks.md says that a user can do."""
-    losses = train(offloaded(), "mesh", kind, steps=5, folder=tmp_path).losses if resumed else []
+    losses = train(offloaded(kind), "mesh", kind, steps=5, folder=tmp_path).losses if resumed else []
     with only_on_a_mesh("one device"):
-        watch = train(offloaded(), "mesh", kind, folder=tmp_path if resumed else None, ahead=True)
+        watch = train(offloaded(kind), "mesh", kind, folder=tmp_path if resumed else None, ahead=True)
     assert_same_losses(losses + watch.losses, expected_losses("mesh", kind))
     assert watch.memories == [{"pinned_host"}] * len(watch.memories)

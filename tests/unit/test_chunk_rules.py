@@ -24,7 +24,7 @@ from jax_offload._plan import rules
 from jax_offload._plan.rules import Dependent, Partial, Rows, Where, chunked_dims, run_chunk
 from tests.support.trees import FAST
 
-pytestmark = pytest.mark.oldest("the stages, on jax's own jaxprs")
+pytestmark = [pytest.mark.oldest("the stages, on jax's own jaxprs"), pytest.mark.daily("each is a rule")]
 
 SIZE, LEAF = 6, (6, 5)  # of the chunked axis, and the leaf
 CHUNKS = ((0, 4), (4, 6))  # the last one is shorter

@@ -16,7 +16,7 @@ import pytest
 import jax_offload as jo
 from jax_offload._base import private
 
-pytestmark = pytest.mark.oldest("the stages, on jax's own jaxprs")
+pytestmark = [pytest.mark.oldest("the stages, on jax's own jaxprs"), pytest.mark.daily("each is a module")]
 
 PACKAGE = Path(__file__).parents[2] / "jax_offload"
 # From the bottom up.
