@@ -272,16 +272,16 @@ class _Rows:
     def _smallest_fraction(self, whole: Row, options: Mapping[str, Any], run: str) -> list[Row]:
         """Return the row of the smallest fraction that fits, to 0.01; none if a part of the sum is not known."""
         usable = self.setting.usable
-        if usable is None or whole.missing or whole.peak > usable:
+        if usable is None or whole.missing or whole.peak > usable or not whole.host:
             return []
         # Without a window so much would have to move; then whole leaves move, and the window takes room too.
-        share = 1 - (usable - whole.peak + (whole.window or 0)) / max(1, whole.host)
+        share = 1 - (usable - whole.peak + (whole.window or 0)) / whole.host
         for _ in range(TRIES):
             share = max(math.ceil(100 * share), 1) / 100
+            moved = sizes_of(offload(self.inner, **{**options, "fraction": share}), self.params, "jax.jit")["host"]
+            share = max(share, math.ceil(100 * moved / whole.host) / 100)
             row = self.row("fraction", {**options, "fraction": share}, run) if share < 1 else []
-            if not row or row[0].host >= whole.host:
-                break
-            if (over := row[0].peak - usable) <= 0:
+            if not row or (over := row[0].peak - usable) <= 0:
                 return row
             share += over / whole.host
         return []
