@@ -121,7 +121,6 @@ def test_disk(by_fio, tmp_path, monkeypatch):
     ways = {"store", "plain", "fio"} if by_fio else {"store", "plain"}
     for row in found["rows"][:3]:
         assert {name: len(rates) for name, rates in row["bytes_per_second"].items()} == dict.fromkeys(ways, 2)
-    assert 0 < found["bytes_of_buffers"] <= found["bound"]
     assert [path.name for path in tmp_path.iterdir()] == ["found.json"]
 
 

@@ -16,7 +16,7 @@ import pytest
 import jax_offload as jo
 from jax_offload._base import processes
 from jax_offload._drive import stages
-from tests.disk.faulty import Faulty
+from tests.disk.faulty import Faulty, error
 from tests.support.trees import assert_equal, handles, read
 
 pytestmark = pytest.mark.filterwarnings("ignore:Some donated buffers were not usable")
@@ -37,7 +37,7 @@ class Run:
 
     def __init__(self, folder, **options):
         self.disk = jo.disk(folder, **options)
-        self.disk.files = self.files = Faulty()
+        self.files = Faulty(self.disk.directory)
         self.tx = jo.offload(ADAMW, min_bytes=0, disk=self.disk)
         self.step = stepping(self.tx)
 
@@ -285,12 +285,8 @@ def test_a_file_in_the_place_of_a_directory(tmp_path, inside):
     ("number", "says"), [(errno.EROFS, "filesystem is read-only"), (errno.EACCES, "may not write")]
 )
 def test_a_directory_in_which_nothing_can_be_made(tmp_path, number, says):
-    run = Run(tmp_path)
-
-    def refuses(path):
-        raise OSError(number, os.strerror(number))
-
-    run.files.make_directory = refuses
+    run = Run(tmp_path / "new")
+    run.files.fault = error(number, "make_directory")
     with pytest.raises(OSError, match=f"making the directory of a store: .*{says}"):
         run.began()
 

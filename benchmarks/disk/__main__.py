@@ -118,7 +118,6 @@ def main() -> None:
         both = statistics.median(rows[0]["bytes_per_second"]["store"])
         rows.append(behind(sweeps, options.pairs, 2 * nbytes / both / sweeps.count))
         print(f"device longer: {said(rows[-1]['over'])} of the device's work alone", flush=True)
-        most = sweeps.most_bytes()
         sweeps.close()
         load.append(os.getloadavg())
     finally:
@@ -132,8 +131,6 @@ def main() -> None:
             "about": about,
             "load": load,
             "nice": os.nice(0),
-            "bytes_of_buffers": most[0],
-            "bound": most[1],
             "rows": rows,
         }
         options.json.write_text(json.dumps(result) + "\n")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -17,37 +18,33 @@ from jax.sharding import SingleDeviceSharding
 import jax_offload as jo
 from jax_offload._base.memory import HOST_KIND
 from jax_offload._base.on_disk import Place
-from jax_offload._disk.files import Files
 from jax_offload._drive.files import DEPTH
 
 
-class Counted(Files):
-    """Bytes of the state that were read and written, and from when to when each call took."""
+class Counted:
+    """Bytes of the state that were read and written, and from when to when each call of the system took."""
 
     def __init__(self) -> None:
         self.bytes = {"read": 0, "write": 0}
         self.calls: list[tuple[float, float]] = []
         self._lock = Lock()
-        self._of_state: set[int] = set()
+        self._system = os.preadv, os.pwritev
+        os.preadv, os.pwritev = map(self._counted, self.bytes, self._system)
 
-    def open(self, path: Path, *, create: bool = False, direct: bool = False) -> int:
-        descriptor = super().open(path, create=create, direct=direct)
-        (self._of_state.add if path.name.startswith("state") else self._of_state.discard)(descriptor)
-        return descriptor
+    def close(self) -> None:
+        os.preadv, os.pwritev = self._system
 
-    def preadv(self, descriptor: int, buffer: Any, offset: int) -> int:
-        return self._count("read", super().preadv, descriptor, buffer, offset)
+    def _counted(self, kind: str, call: Callable[..., int]) -> Callable[..., int]:
+        def counted(descriptor: int, *args: Any) -> int:
+            of_state = Path(os.readlink(f"/proc/self/fd/{descriptor}")).name.startswith("state")
+            begin = time.perf_counter()
+            moved = call(descriptor, *args)
+            with self._lock:
+                self.bytes[kind] += moved if of_state else 0
+                self.calls.append((begin, time.perf_counter()))
+            return moved
 
-    def pwritev(self, descriptor: int, buffer: Any, offset: int) -> int:
-        return self._count("write", super().pwritev, descriptor, buffer, offset)
-
-    def _count(self, kind: str, call: Callable[..., int], *args: Any) -> int:
-        begin = time.perf_counter()
-        moved = call(*args)
-        with self._lock:
-            self.bytes[kind] += moved if args[0] in self._of_state else 0
-            self.calls.append((begin, time.perf_counter()))
-        return moved
+        return counted
 
 
 def in_flight(calls: Sequence[tuple[float, float]], seconds: float) -> dict[str, float]:
@@ -68,7 +65,6 @@ class Sweeps:
     def __init__(self, folder: Path, nbytes: int, group: int, leaf: int) -> None:
         self.files = Counted()
         self.disk = jo.disk(folder)
-        self.disk.files = self.files
         self.where = SingleDeviceSharding(jax.devices("cpu")[0], memory_kind=HOST_KIND)
         names = [str(k) for k in range(nbytes // leaf)]
         self.groups = [names[k : k + group // leaf] for k in range(0, len(names), group // leaf)]
@@ -123,13 +119,6 @@ class Sweeps:
         taken = time.perf_counter() - begin
         return taken, {kind: self.files.bytes[kind] - before[kind] for kind in before}
 
-    def most_bytes(self) -> tuple[int, int]:
-        """The most host memory that groups took, and its bound: groups that are read or updated, and one that jax has
-        not let go yet (it does in its next call)."""
-        store = self.disk.store
-        group = max(len(names) for names in self.groups) * store.nbytes([0])
-        return store.buffers.most, (2 + DEPTH) * group
-
     def _put(self, group: list[str]) -> list[Future[None]]:
         return [self.disk.put(name, x) for name, x in zip(group, self.results, strict=False)]
 
@@ -140,3 +129,4 @@ class Sweeps:
 
     def close(self) -> None:
         self.disk.close()
+        self.files.close()

@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, cast
 
 import jax
@@ -21,6 +22,7 @@ from jax.core import Tracer
 from jax.extend.core import Primitive
 from jax.sharding import NamedSharding, Sharding
 
+from jax_offload._base.arrays import nbytes
 from jax_offload._base.jaxprs import jaxpr_of
 from jax_offload._base.memory import HostStruct, Space
 from jax_offload._base.own_primitives import identity_primitive
@@ -67,10 +69,6 @@ class Place:
 
     def at(self, sharding: Sharding) -> Place:
         return dataclasses.replace(self, sharding=sharding)
-
-    def is_leaf(self, other: Place | None) -> bool:
-        """Whether both are the same leaf, whatever its place on its way."""
-        return other is not None and (self.home, self.name) == (other.home, other.name)
 
 
 class ComputesOnDisk(TypeError):
@@ -373,7 +371,7 @@ def read_into(target: Sequence[Any], read: Callable[[Sequence[int]], Sequence[An
     found = dict(zip(rest, read(rest), strict=True))
     for home in dict.fromkeys(place.home for place in places.values()):
         mine = [k for k, place in places.items() if place.home is home]
-        values = (x for batch in _batches(mine, places) for x in read(batch))
+        values = (x for batch in _batches(mine, target) for x in read(batch))
         found |= zip(mine, home.fill([places[k] for k in mine], values), strict=True)
     return [found[k] for k in range(len(target))]
 
@@ -385,28 +383,22 @@ def brought(leaves: Sequence[Any], types: Callable[[], Sequence[Any]]) -> list[A
             "state: is on disk, or goes there, and no program can move it. Fix: jo.to_host(tx, state) outside jit."
         )
     target = types()
-    if all(_is_there(x, place_of(like)) for x, like in zip(leaves, target, strict=True)):
-        return [x if is_on_disk(x) else _brought(x, like) for x, like in zip(leaves, target, strict=True)]
-    return read_into(target, lambda indices: [_brought(leaves[k], target[k]) for k in indices])
+
+    def moved(x: Any, like: Any) -> Any:
+        x = _values(x, x.sharding) if is_on_disk(x) else x
+        return x if place_of(like) else jax.device_put(x, like.sharding)
+
+    def where(x: Any) -> Any:
+        place = x.place if is_on_disk(x) else place_of(x)
+        return place and (place.home, place.name)
+
+    if [*map(where, leaves)] == [*map(where, target)]:  # it is there, and no file changes
+        return [x if is_on_disk(x) else moved(x, like) for x, like in zip(leaves, target, strict=True)]
+    return read_into(target, lambda indices: [moved(leaves[k], target[k]) for k in indices])
 
 
-def _is_there(x: Any, place: Place | None) -> bool:
-    return x.place.is_leaf(place) if is_on_disk(x) else place is None
-
-
-def _brought(x: Any, like: Any) -> Any:
-    x = _values(x, x.sharding) if is_on_disk(x) else x
-    return x if place_of(like) is not None else jax.device_put(x, like.sharding)
-
-
-def _batches(indices: Sequence[int], places: Mapping[int, Place]) -> Iterator[list[int]]:
-    """Split leaves into batches of at most ``_BATCH`` bytes, or one leaf."""
-    batch, nbytes = list[int](), 0
-    for k in indices:
-        size = math.prod(places[k].shape) * places[k].dtype.itemsize
-        if batch and nbytes + size > _BATCH:
-            yield batch
-            batch, nbytes = [], 0
-        batch.append(k)
-        nbytes += size
-    yield batch
+def _batches(indices: Sequence[int], target: Sequence[Any]) -> Iterator[list[int]]:
+    """Split leaves into batches of ``_BATCH`` bytes, and the rest of the last leaf of each."""
+    begins = itertools.accumulate((nbytes(target[k]) for k in indices), initial=0)
+    for _, batch in itertools.groupby(zip(indices, begins, strict=False), lambda each: each[1] // _BATCH):
+        yield [k for k, _ in batch]

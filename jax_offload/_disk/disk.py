@@ -5,14 +5,20 @@ for pending writes of its leaf, and an error in writing is remembered: the files
 
 One of several processes never stops in the middle of a step, because the others would wait for it. It goes on, with
 zeros for values that it could not read, and ``advance`` raises in all processes at the end of the step.
+
+Each process has a store of its own, and a commit succeeds in all of them or in none. First each process prepares the
+commit: all of its part is on disk, beside the previous commit. When all processes have done so, the commit is valid.
+Then each swaps it in, and only after that overwrites the previous one; a process that was killed in between finds the
+prepared commit. So each process has one or two commits, and the newest one that all processes have is the last.
 """
 
 from __future__ import annotations
 
 import contextlib
+import operator
 import secrets
-from collections import deque
-from collections.abc import Iterable, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
@@ -21,22 +27,12 @@ import jax
 import numpy as np
 from jax.sharding import Sharding
 
-from jax_offload._base.boxes import (
-    Parts,
-    assembled,
-    box_of_shape,
-    boxes_of,
-    covered,
-    gathered,
-    parts_of,
-    shape_of,
-)
+from jax_offload._base.boxes import Parts, assembled, box_of_shape, boxes_of, covered, gathered, parts_of, shape_of
 from jax_offload._base.on_disk import TOKEN, VERSIONS, Ends, OnDisk, Place, Range, Token
 from jax_offload._base.processes import LETTERS, allgathered, everywhere, several
-from jax_offload._disk import commits
-from jax_offload._disk.files import Files, pages
+from jax_offload._disk.files import pages
 from jax_offload._disk.leaves import Room, Stored, check_covered, entries_of, read_parts, stored_in
-from jax_offload._disk.store import Late, Store
+from jax_offload._disk.store import NAME, Commit, Entry, Store, commits
 from jax_offload._disk.tree import packed, unpacked
 
 _READERS, _WRITERS = 2, 4  # leaves of a few MiB were written faster by four threads than by two, and read no faster
@@ -65,7 +61,6 @@ class Disk:
 
     def __init__(self, directory: Path, host_bytes: int = 0, commit_every: int = 1) -> None:
         self.directory, self.host_bytes, self.commit_every = directory, host_bytes, commit_every
-        self.files = Files()  # a test may put other system calls in place of these
         self._opened: Store | None = None
         self._run, self._version = "", 0
         self._committed: int | None = None  # the version of the last commit
@@ -84,7 +79,7 @@ class Disk:
         """The step of the last commit in the directory, or ``None``. All of several processes must ask."""
         if self._opened is not None:
             return self._opened.step
-        last = commits.last_of_all(self.directory, self.files)
+        last = last_of_all(self.directory)
         return None if last is None else last.step
 
     def commit(self, step: int, tree: Any, force: bool = False) -> bool:
@@ -108,15 +103,28 @@ class Disk:
           ValueError: the state is not the one on disk, or not the whole of it; the step is below that of the last
             commit; or another process failed.
         """
-        number, store = commits.number_of(step), self.store
+        number, store = _number_of(step), self.store
         store.check()  # or one of several processes might find the step due, and another not
-        if not (force or commits.is_due(number, store.step, self.commit_every, self.directory)):
-            return False
-        commits.commit(store, number, lambda: self._beside(tree), self._run)
-        self._committed = self._version
+        last = store.step
+        if not force and last is not None:
+            if number < last:
+                raise ValueError(
+                    f"step: the last commit in {self.directory} is of step {last}, and a run that is resumed goes on "
+                    f"from there; got {number}. Fix: count on from the step that disk.resume(target) gave; force=True "
+                    "commits it all the same."
+                )
+            if number % self.commit_every:
+                return False
+
+        def do() -> None:
+            committed(store, number, lambda: self._beside(tree), self._run)
+            self._committed = self._version
+
+        with ThreadPoolExecutor(1, "disk commit") as thread:  # Ctrl-C lets it end, as it reads the caller's arrays
+            thread.submit(do).result()
         return True
 
-    def _beside(self, tree: Any) -> dict[str, Late]:
+    def _beside(self, tree: Any) -> dict[str, Any]:
         """Return the arrays of a commit that are not on disk, after the leaves on disk have been written."""
         self._check_whole()
         beside, found = packed(tree)
@@ -142,29 +150,25 @@ class Disk:
           ValueError: there is no commit, it is damaged, or the target belongs to another run.
         """
         self._let_go()
-        self._began(store := commits.open_last(self.directory, self.files))
+        self._began(store := open_last(self.directory))
         assert store.step is not None
         return unpacked(store.beside(), target, self.handle), store.step
 
     def restored(self, target: Any, step: int | None) -> Any:
         """Return the tree of the last commit where ``target`` says, in any memory or on another disk."""
-        with contextlib.ExitStack() as stack:
-            store = self._opened
-            if store is None:
-                store = commits.open_last(self.directory, self.files)
-                stack.callback(store.close)
-            if store.step is None or (step is not None and step != store.step):
-                raise ValueError(f"step: the one commit of {self!r} is of step {store.step}; got step={step!r}.")
-            leaves = stored_in(store)
+        if self._opened is None:
+            with contextlib.closing(Disk(self.directory)) as other:
+                other._began(open_last(self.directory))
+                return other.restored(target, step)
+        if self.store.step is None or (step is not None and step != self.store.step):
+            raise ValueError(f"step: the one commit of {self!r} is of step {self.store.step}; got step={step!r}.")
 
-            def found(name: str, sharding: Sharding) -> Any:
-                leaf = leaves[name]
-                check_covered(name, boxes_of(sharding, leaf.shape), leaf.boxes)
-                parts = read_parts(store, leaf.entries, pages, committed=True)
-                here = sharding.is_fully_addressable
-                return gathered(parts, box_of_shape(leaf.shape)) if here else assembled(parts, sharding, leaf.shape)
+        def found(name: str, sharding: Sharding) -> Any:
+            leaf = self._leaf(name)
+            check_covered(name, boxes_of(sharding, leaf.shape), leaf.boxes)
+            return self.array(name, self._committed, sharding)
 
-            return unpacked(store.beside(), target, found, lands=True)
+        return unpacked(self.store.beside(), target, found, lands=True)
 
     # ---- open and close --------------------------------------------------------------------------------------------
 
@@ -187,9 +191,9 @@ class Disk:
                 f"disk: {self!r} holds a state already. Fix: one jo.disk(...) for each offload and each run; "
                 "disk.resume(target) goes on with the state of the last commit."
             )
-        commits.check_leaves(leaves)
+        _check_leaves(leaves)
         entries = [entry for leaf in leaves for entry in entries_of(leaf)]
-        self._began(commits.create(self.directory, entries, self.files))
+        self._began(created(self.directory, entries))
         try:
             everywhere(lambda: self._write_in_turn(leaves, values), "disk: making the files of a state")
         except BaseException:
@@ -361,25 +365,143 @@ class Disk:
 
         ``ValueError`` for a token of another version, or where this process has only a part of the leaf.
         """
-        shape, parts = self._leaf(name).shape, self._as_of(name, token)
+        leaf, version = self._leaf(name), _version(token)
+        if not (committed := version == self._committed):
+            self.check(token)
+        parts = self._parts(leaf, pages, committed=committed)  # memory that whoever asks may keep
+        if version != self._committed:  # an update or a commit may have begun meanwhile
+            self.check(token)
         if sharding is not None and not sharding.is_fully_addressable:
-            return assembled(parts, sharding, shape)
-        if not covered(whole := box_of_shape(shape), [box for box, _ in parts]):
+            return assembled(parts, sharding, leaf.shape)
+        if not covered(whole := box_of_shape(leaf.shape), [box for box, _ in parts]):
             raise ValueError(
                 f"disk: {name} is divided between processes, and this one has a part of it. Fix: jo.to_device(leaf), "
                 "in all processes, gives the leaf divided."
             )
         return gathered(parts, whole)
 
-    def _as_of(self, name: str, token: Any) -> Parts:
-        committed = _version(token) == self._committed
-        if not committed:
-            self.check(token)
-        parts = self._parts(self._leaf(name), pages, committed=committed)  # memory that whoever asks may keep
-        if not committed or _version(token) != self._committed:  # an update or a commit may have begun meanwhile
-            self.check(token)
-        return parts
-
 
 def _version(token: Any) -> int:
     return token.version if isinstance(token, Token) else int(token)
+
+
+def _number_of(step: Any) -> int:
+    """Return the number of a step, given as a Python integer, a NumPy integer or a jax array.
+
+    Raises:
+      ValueError: it is something else, or below 0.
+    """
+    try:
+        found = -1 if isinstance(step, bool) else operator.index(step)
+    except TypeError:
+        found = -1
+    if found < 0:
+        said = repr(step) if isinstance(step, (int, float, str)) else f"a {type(step).__name__}"
+        raise ValueError(f"step: expected an int >= 0; got {said}. The order is disk.commit(step, tree).")
+    return found
+
+
+def _check_leaves(leaves: Sequence[Place]) -> None:
+    """Raise ``ValueError`` where two leaves have one name, or a leaf is not on devices of all processes."""
+    everyone, times = {*range(jax.process_count())}, Counter(leaf.name for leaf in leaves)
+    for leaf in leaves:
+        if times[leaf.name] > 1:
+            raise ValueError(
+                f"disk: {times[leaf.name]} leaves of the state have the path {leaf.name}, and files find a leaf by its "
+                "path. Fix: give the children of each pytree node keys of their own "
+                "(jax.tree_util.register_pytree_with_keys)."
+            )
+        if (on := {d.process_index for d in leaf.on_its_way.device_set}) != everyone:
+            raise ValueError(
+                f"disk: {leaf.name} is on devices of {len(on)} of the {len(everyone)} processes, {sorted(on)}, and "
+                "their files hold one state. Fix: parameters on a mesh of all devices, jax.make_mesh(...)."
+            )
+
+
+# ---- commits of several processes ------------------------------------------------------------------------------------
+
+
+def own(directory: Path, process: int | None = None) -> Path:
+    """The directory of a process, this one by default, within the given one."""
+    if not several():
+        return directory
+    return directory / f"process-{jax.process_index() if process is None else process}-of-{jax.process_count()}"
+
+
+def last_of_all(directory: Path) -> Commit | None:
+    """Find the newest commit that each process has; ``None`` where there is none. All processes must ask.
+
+    Raises:
+      ValueError: some have one and others none, or another number of processes made them.
+    """
+
+    def look() -> list[Any]:
+        _check_count(directory)
+        mine = own(directory)
+        return [(mine / NAME).exists(), [[each.number, each.run, each.step] for each in commits(mine)]]
+
+    said = allgathered(everywhere(look, "disk: looking for the last commit"))
+    found = [[Commit(*each) for each in mine] for _, mine in said]
+    if common := set[Commit].intersection(*map(set, found)):
+        return max(common)
+    if not any(swapped for swapped, _ in said):
+        return None  # the first commit did not end
+    if lost := [k for k, mine in enumerate(found) if not mine]:
+        some = next(k for k, mine in enumerate(found) if mine)
+        raise ValueError(
+            f"disk: process {lost[0]} has no commit in {own(directory, lost[0])}, and process {some} the one of step "
+            f"{max(found[some]).step}. Is a disk mounted, is each process on the host that it was on? Otherwise "
+            "restore from a checkpoint into a directory that is empty."
+        )
+    raise ValueError(
+        f"disk: the processes have no commit of the same run in {directory}, but {found}. Fix: give the directory "
+        "of one run."
+    )
+
+
+def _check_count(directory: Path) -> None:
+    """Raise ``ValueError`` where another number of processes has made files."""
+    now = jax.process_count()
+    counts = {int(each.parts[-2].rpartition("-")[2]) for each in directory.glob(f"process-*-of-*/{NAME}")}
+    counts |= {1} if (directory / NAME).exists() else set()
+    if counts and now not in counts:
+        raise ValueError(
+            f"disk: {directory} has the commit of {min(counts)} processes, each with its part, and now there "
+            f"are {now}. Fix: go on with {min(counts)}; or save a checkpoint there, jo.save_args(tree), and here "
+            "jo.restore(manager, target)."
+        )
+
+
+def created(directory: Path, entries: Sequence[Entry]) -> Store:
+    """Make an empty store of this process. ``ValueError`` where there is a commit."""
+    if (last := last_of_all(directory)) is not None:
+        raise ValueError(
+            f"disk: {directory} holds the state of another run, or of an earlier one, as of step {last.step}. Fix: "
+            "disk.resume(target) goes on with it; for a new run give a directory of its own."
+        )
+    return everywhere(lambda: Store.create(own(directory), entries), "disk: making files", Store.close)
+
+
+def open_last(directory: Path) -> Store:
+    """Open the store of this process at the last commit of all. ``ValueError`` where there is none."""
+    if (last := last_of_all(directory)) is None:
+        raise ValueError(
+            f"disk: there is no commit in {directory}. Fix: the directory of the run that is to go on; or "
+            "tx.init(params) for a new one."
+        )
+    return everywhere(lambda: Store.open(own(directory), last), "disk: opening the last commit", Store.close)
+
+
+def committed(store: Store, step: int, beside: Callable[[], dict[str, Any]], run: str) -> None:
+    """Commit in all processes or in none, with the arrays beside the state.
+
+    Raises:
+      ValueError: it failed in another process.
+    """
+    arrays = everywhere(beside, "disk.commit")
+    try:
+        everywhere(lambda: store.prepare(step, arrays, run), "disk.commit")
+        everywhere(store.swap, "disk.commit, its last part,")
+    except BaseException as error:
+        store.stop(error)
+        raise

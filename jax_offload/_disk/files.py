@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
-import fcntl
 import mmap
 import os
 import shutil
-import socket
 import threading
 import weakref
 import zlib
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor, wait
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,7 +25,6 @@ PAGE = 4096  # O_DIRECT wants addresses, lengths and offsets that are multiples 
 BLOCK = 8 * 2**20  # bytes that one system call moves, with one checksum
 _TRIES = 8  # calls in a row that may move nothing
 _SUMMED = 64 * PAGE  # stays in a core's cache, so that its second sum costs little
-_UNSUPPORTED = (errno.EINVAL, errno.EOPNOTSUPP)
 _FIXES = {
     errno.ENOSPC: "Free space there, or give a directory on a larger disk.",
     errno.EDQUOT: "The quota is used up: raise it, or give a directory on another disk.",
@@ -36,101 +34,56 @@ _FIXES = {
     errno.EEXIST: "There is a file of that name: give a directory.",
     errno.ENOTDIR: "A part of that path is a file: give a directory.",
 }
-# State is read once per step, in turn: a page cache would cost a copy and the memory that the state was moved out of.
-_DIRECT = getattr(os, "O_DIRECT", 0)
 
 
-class Files:
-    """System calls. A test's subclass injects short reads, errors, delays and flipped bits."""
+@contextlib.contextmanager
+def saying(doing: str, path: Path) -> Iterator[None]:
+    """Add what was being done, and how to fix it, to an ``OSError``."""
+    try:
+        yield
+    except OSError as error:
+        number = error.errno or errno.EIO
+        text = f"{doing}: {os.strerror(number)}. {_FIXES.get(number, '')}".rstrip()
+        raise OSError(number, text, str(path)) from error
 
-    def open(self, path: Path, *, create: bool = False, direct: bool = False) -> int:
-        """Open for reading and writing. ``direct`` raises ``OSError`` (``EINVAL``) where the system cannot do that."""
-        if direct and not _DIRECT:
-            raise OSError(errno.EINVAL, "this system has no O_DIRECT", str(path))
-        return os.open(path, os.O_RDWR | os.O_CLOEXEC | create * os.O_CREAT | direct * _DIRECT, 0o644)
 
-    def close(self, descriptor: int) -> None:
+def sync(descriptor: int) -> None:
+    """Wait until the file's bytes, and what the system needs to find them, will outlive a loss of power."""
+    os.fdatasync(descriptor) if hasattr(os, "fdatasync") else os.fsync(descriptor)
+
+
+def sync_directory(path: Path) -> None:
+    """Do the same for the names in a directory."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
         os.close(descriptor)
 
-    def preadv(self, descriptor: int, buffer: Any, offset: int) -> int:
-        """Return how many bytes were read, which may be fewer than ``buffer`` holds."""
-        return os.preadv(descriptor, [buffer], offset)
 
-    def pwritev(self, descriptor: int, buffer: Any, offset: int) -> int:
-        """Return how many bytes were written, which may be fewer than ``buffer`` holds."""
-        return os.pwritev(descriptor, [buffer], offset)
+def allocate(path: Path, nbytes: int, need: int) -> None:
+    """Make a file ``nbytes`` long in space of its own: a full disk shows now and not in the thousandth step.
 
-    def sync(self, descriptor: int) -> None:
-        """Wait until the file's bytes, and what the system needs to find them, will outlive a loss of power."""
-        os.fdatasync(descriptor) if hasattr(os, "fdatasync") else os.fsync(descriptor)
-
-    def sync_directory(self, path: Path) -> None:
-        """Do the same for the names in a directory."""
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
-
-    def allocate(self, descriptor: int, nbytes: int) -> None:
-        """Make a file ``nbytes`` long in space of its own: a full disk shows now and not in the thousandth step."""
-        os.ftruncate(descriptor, 0)
+    ``need``: the bytes of the whole store, for the error.
+    """
+    free = shutil.disk_usage(path.parent).free
+    doing = f"making {nbytes} bytes of space ({free} are free) for {need} bytes in all"
+    with saying(doing, path), open(path, "wb") as file:
         if nbytes and hasattr(os, "posix_fallocate"):
-            os.posix_fallocate(descriptor, 0, nbytes)
-        elif nbytes:
-            os.ftruncate(descriptor, nbytes)
-
-    def same(self, descriptor: int, path: Path) -> bool:
-        """Whether the open file is still the one that has this name."""
-        try:
-            return os.path.samestat(os.fstat(descriptor), os.stat(path))
-        except FileNotFoundError:
-            return False
-
-    def read(self, path: Path) -> bytes:
-        """Read a small file."""
-        return path.read_bytes()
-
-    def write(self, path: Path, data: bytes) -> None:
-        """Write a small file and sync its bytes, but not its name: see ``sync_directory``."""
-        with open(path, "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-
-    def make_directory(self, path: Path) -> None:
-        path.mkdir(parents=True, exist_ok=True)
-
-    def size(self, path: Path) -> int:
-        return os.stat(path).st_size
-
-    def free(self, path: Path) -> int:
-        """Return how many bytes this process may still write to the filesystem of a directory."""
-        return shutil.disk_usage(path).free
-
-    def replace(self, source: Path, target: Path) -> None:
-        os.replace(source, target)
-
-    def remove(self, path: Path) -> None:
-        path.unlink(missing_ok=True)
-
-    def lock(self, descriptor: int) -> bool:
-        """Try to lock an open file. The lock ends with the process, however that ends."""
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return False
-        return True
-
-    def process(self) -> str:
-        """Name this process for another one to read."""
-        return f"process {os.getpid()} on {socket.gethostname()}"
+            os.posix_fallocate(file.fileno(), 0, nbytes)
+        file.truncate(nbytes)
+    sync_directory(path.parent)
 
 
-def failed(error: OSError, doing: str, path: Path) -> OSError:
-    """Return the same error with what was being done and how to fix it."""
-    number = error.errno or errno.EIO
-    return OSError(number, f"{doing}: {os.strerror(number)}. {_FIXES.get(number, '')}".rstrip(), str(path))
+def swap_in(path: Path, data: bytes) -> None:
+    """Write a small file: after a loss of power at any moment there is the file before or this one, whole."""
+    temporary = path.with_name(f"{path.name}.new")
+    with open(temporary, "wb") as file:
+        file.write(data)
+        file.flush()
+        sync(file.fileno())
+    os.replace(temporary, path)
+    sync_directory(path.parent)
 
 
 # ---- memory ----------------------------------------------------------------------------------------------------------
@@ -156,34 +109,24 @@ def _mapped(nbytes: int) -> mmap.mmap:
 class Buffers:
     """A pool of page-aligned buffers, each taken back when its last view, a jax array for example, is gone.
 
-    Any thread may take one.
-
-    Attributes:
-      nbytes: the size of all buffers, in use or not.
-      most: the largest ``nbytes`` so far.
+    Any thread may take one. New memory for each read would take several times as long as the read.
     """
 
     def __init__(self) -> None:
         self._free: list[mmap.mmap] = []
         self._returned: deque[mmap.mmap] = deque()  # needs no lock, as an array may end in a thread that holds it
         self._lock = threading.Lock()
-        self.nbytes = 0
-        self.most = 0
 
     def take(self, nbytes: int) -> np.ndarray:
         """Lend a buffer of at least ``nbytes``: the smallest free one that is large enough, else a new one."""
         with self._lock:
             while self._returned:
                 self._free.append(self._returned.popleft())
+            self._free.sort(key=len)
             fits = [k for k, found in enumerate(self._free) if len(found) >= nbytes]
-            if fits:
-                found = self._free.pop(min(fits, key=lambda k: len(self._free[k])))
-            else:
-                if self._free:
-                    self.nbytes -= len(self._free.pop())
-                found = _mapped(nbytes)
-                self.nbytes += len(found)
-                self.most = max(self.most, self.nbytes)
+            found = self._free.pop(fits[0] if fits else -1) if self._free else None
+        if found is None or len(found) < nbytes:
+            found = _mapped(nbytes)  # instead of the largest of those that are too small
         lent = np.frombuffer(found, np.uint8)  # NumPy makes this array the base of every view
         weakref.finalize(lent, self._returned.append, found).atexit = False
         return lent
@@ -193,29 +136,33 @@ class Buffers:
 
 
 @dataclass(frozen=True)
-class Opened:
+class File:
     """An open file of a store. ``direct``: it bypasses the page cache, and so takes whole pages only."""
 
-    files: Files
     path: Path
     descriptor: int
     direct: bool
 
     @classmethod
-    def at(cls, path: Path, files: Files) -> Opened:
-        """Open a file for blocks, directly where the filesystem can."""
-        try:
-            descriptor = files.open(path, direct=True)
+    def at(cls, path: Path) -> File:
+        """Open a file for blocks, directly where the filesystem can.
+
+        State is read once per step, in turn: a page cache would cost a copy and the memory that the state was moved
+        out of.
+        """
+        with saying("opening a file of a store", path):
+            direct = getattr(os, "O_DIRECT", 0)
+            descriptor = -1
             try:
-                files.preadv(descriptor, pages(PAGE), 0)  # some filesystems refuse only here
-                return cls(files, path, descriptor, direct=True)
-            except OSError:
-                files.close(descriptor)
-                raise
-        except OSError as error:
-            if error.errno not in _UNSUPPORTED:
-                raise failed(error, "opening a file of a store", path) from error
-        return cls(files, path, files.open(path), direct=False)
+                descriptor = os.open(path, os.O_RDWR | direct)
+                os.preadv(descriptor, [pages(PAGE)], 0)  # some filesystems refuse only here
+            except OSError as error:
+                if descriptor >= 0:
+                    os.close(descriptor)
+                if not direct or error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
+                    raise
+                descriptor, direct = os.open(path, os.O_RDWR), 0
+            return cls(path, descriptor, bool(direct))
 
     def read(self, memory: np.ndarray, offset: int, checksums: Sequence[int], what: str, pool: Executor) -> None:
         """Fill ``memory``, whole pages, with blocks that ``pool`` reads.
@@ -228,7 +175,7 @@ class Opened:
         def one(begin: int, checksum: int) -> None:
             block = memory[begin : begin + BLOCK]
             place = _place(what, offset + begin, block)
-            self._move(self.files.preadv, block, offset + begin, f"reading {place}")
+            self._move(os.preadv, block, offset + begin, f"reading {place}")
             if (found := checksum_of(block)) != checksum:
                 raise ValueError(
                     f"{place} {str(self.path)!r} are damaged: their checksum is {found:08x}, and was {checksum:08x} "
@@ -252,27 +199,25 @@ class Opened:
                 whole[block.nbytes :] = 0
                 block = whole
             checksum = checksum_of(block)
-            self._move(self.files.pwritev, block, offset + begin, f"writing {_place(what, offset + begin, block)}")
+            self._move(os.pwritev, block, offset + begin, f"writing {_place(what, offset + begin, block)}")
             return checksum
 
         return tuple(_all(pool, one, range(0, values.nbytes, BLOCK)))
 
     def sync(self) -> None:
         """Bring the file's bytes to the disk. ``OSError`` also where the file no longer has its name."""
-        try:
-            self.files.sync(self.descriptor)
-        except OSError as error:
-            raise failed(error, "bringing a file of a store to disk", self.path) from error
-        if not self.files.same(self.descriptor, self.path):
-            raise OSError(errno.ENOENT, "the file of a store was removed or replaced while in use", str(self.path))
+        with saying("bringing a file of a store to disk", self.path):
+            sync(self.descriptor)
+        with contextlib.suppress(FileNotFoundError):
+            if os.path.samestat(os.fstat(self.descriptor), os.stat(self.path)):
+                return
+        raise OSError(errno.ENOENT, "the file of a store was removed or replaced while in use", str(self.path))
 
-    def _move(self, call: Callable[[int, np.ndarray, int], int], memory: np.ndarray, offset: int, doing: str) -> None:
+    def _move(self, call: Callable[[int, Any, int], int], memory: np.ndarray, offset: int, doing: str) -> None:
         done = stuck = 0
         while done < memory.nbytes:
-            try:
-                moved = call(self.descriptor, memory[done:], offset + done)
-            except OSError as error:
-                raise failed(error, doing, self.path) from error
+            with saying(doing, self.path):
+                moved = call(self.descriptor, [memory[done:]], offset + done)
             now = done + moved
             if self.direct and now < memory.nbytes:
                 now -= now % PAGE  # the rest must begin on a page

@@ -14,12 +14,14 @@ read and write different arrays at once.
 from __future__ import annotations
 
 import dataclasses
+import fcntl
 import json
 import math
 import os
+import socket
 import warnings
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
@@ -27,10 +29,9 @@ from typing import Any
 
 import numpy as np
 
-from jax_offload._disk.files import Buffers, Files, Opened, failed, padded, pages
+from jax_offload._disk.files import Buffers, File, allocate, padded, pages, saying, swap_in, sync_directory
 
 NAME, NEXT = "manifest.json", "manifest.next.json"
-_LOCK = "lock"
 _FORMAT = 2
 _THREADS = 8  # in each direction
 _AT_ONCE = 4  # arrays beside the state that are moved, and are in memory, at once
@@ -69,14 +70,6 @@ class Version:
     checksums: tuple[int, ...]
 
 
-@dataclasses.dataclass(frozen=True)
-class Late:
-    """An array of ``nbytes`` that ``make`` returns when it is written, so that few are in memory at a time."""
-
-    nbytes: int
-    make: Callable[[], np.ndarray]
-
-
 @dataclasses.dataclass(frozen=True, order=True)
 class Commit:
     """The identity of a commit: its number in the store, the run that made it (two may share a number), its step."""
@@ -106,92 +99,88 @@ def dtype_of(name: str) -> np.dtype:
         return np.dtype(getattr(ml_dtypes, name))
 
 
-def commits(directory: Path, files: Files) -> list[Commit]:
+def commits(directory: Path) -> list[Commit]:
     """List the commits in a directory, at most two: the last one, and one that was prepared.
 
     Raises:
       ValueError: the last one's manifest is damaged.
     """
-    return [each.commit for each in _manifests(directory, files) if each is not None]
+    return [each.commit for each in _manifests(directory) if each is not None]
 
 
 class Store:
     """Arrays in the files of a directory; made by ``create`` or ``open``, and locked until ``close``."""
 
-    def __init__(
-        self, directory: Path, files: Files, entries: Sequence[Entry], last: Manifest | None, closing: ExitStack
-    ) -> None:
-        self.directory, self._files, self.entries, self._last = directory, files, tuple(entries), last
-        self._open = list[Opened]()
-        closing.callback(lambda: [self._files.close(each.descriptor) for each in self._open])
-        pools = (ThreadPoolExecutor(_THREADS, f"disk {way}") for way in ("reads", "writes"))  # of blocks
-        self._reads, self._writes = map(closing.enter_context, pools)
+    def __init__(self, directory: Path, entries: Sequence[Entry], last: Manifest | None, closing: ExitStack) -> None:
+        self.directory, self.entries, self._last = directory, tuple(entries), last
+        self._reads, self._writes = (ThreadPoolExecutor(_THREADS, f"disk {way}") for way in ("reads", "writes"))
+        self.buffers, self._staging, self._closing = Buffers(), Buffers(), closing
         self._offsets, length = _laid_out(entries)
         self._newest: list[Version | None] = [each for _, each in last.state] if last else [None] * len(entries)
         self._next: Manifest | None = None
         self._stopped: BaseException | None = None
-        self._slots = [self._opened(f"state.{slot}", length) for slot in "ab"]
-        self._beside: dict[int, tuple[Opened, int]] = {}  # slot -> the file, and how long it is
+        self._slots = [self._file(f"state.{slot}", length) for slot in "ab"]
+        self._beside: dict[int, File] = {}  # by slot
         if last is not None:  # so that a lost file shows now
             length = _laid_out([entry for entry, _ in last.beside])[1]
-            self._beside[last.slot] = self._opened(f"beside.{'ab'[last.slot]}", length), length
-        self.buffers, self._staging, self._closing = Buffers(), Buffers(), closing.pop_all()
+            self._beside[last.slot] = self._file(f"beside.{'ab'[last.slot]}", length)
+        self._closing = closing.pop_all()
 
     # ---- make, open, close -----------------------------------------------------------------------------------------
 
     @classmethod
-    def create(cls, directory: Path, entries: Sequence[Entry], files: Files) -> Store:
+    def create(cls, directory: Path, entries: Sequence[Entry]) -> Store:
         """Make an empty store. Write all entries, then commit: before that there is nothing to open.
 
         Raises:
           ValueError: there is a store with a commit, or another process has it.
           OSError: the system refuses the directory or the space. Nothing is left of it.
         """
-        try:
-            files.make_directory(directory)
-        except OSError as error:
-            raise failed(error, "making the directory of a store", directory) from error
+        with saying("making the directory of a store", directory):
+            directory.mkdir(parents=True, exist_ok=True)
         with ExitStack() as closing:
-            _lock(directory, files, closing)
-            if _exists(directory / NAME, files):
+            _lock(directory, closing)
+            if (directory / NAME).exists():
                 raise ValueError(f"{str(directory)!r} holds a store. Open it, remove it, or give another directory.")
-            files.remove(directory / NEXT)  # no commit, as another process has not prepared it
-            _, length = _laid_out(entries)
+            (directory / NEXT).unlink(missing_ok=True)  # no commit, as another process has not prepared it
+            length = _laid_out(entries)[1]
             paths = [directory / f"state.{slot}" for slot in "ab"]
             try:
                 for path in paths:
-                    _allocate(path, length, 2 * length, files)
+                    allocate(path, length, 2 * length)
             except OSError:
                 for path in paths:
-                    files.remove(path)
+                    path.unlink(missing_ok=True)
                 raise
-            return cls(directory, files, entries, None, closing)
+            return cls(directory, entries, None, closing)
 
     @classmethod
-    def open(cls, directory: Path, commit: Commit, files: Files) -> Store:
+    def open(cls, directory: Path, commit: Commit) -> Store:
         """Open a store at one of its ``commits``, which is its last one from now on.
 
         Raises:
           ValueError: another process has it, or files are missing or damaged. Arrays are checked when they are read.
         """
         with ExitStack() as closing:
-            _lock(directory, files, closing)
-            prepared, last = _manifests(directory, files)
+            _lock(directory, closing)
+            prepared, last = _manifests(directory)
             if last is not None and last.commit == commit:
-                files.remove(directory / NEXT)
+                (directory / NEXT).unlink(missing_ok=True)
             elif prepared is not None and prepared.commit == commit:
-                files.replace(directory / NEXT, directory / NAME)
+                os.replace(directory / NEXT, directory / NAME)
                 last = prepared
             else:
                 raise ValueError(
                     f"the store in {str(directory)!r} has lost its commit number {commit.number} since it was looked "
                     "for: another run is in its directory. End that, or give this one a directory of its own."
                 )
-            files.sync_directory(directory)
-            return cls(directory, files, [entry for entry, _ in last.state], last, closing)
+            sync_directory(directory)
+            return cls(directory, [entry for entry, _ in last.state], last, closing)
 
     def close(self) -> None:
         """Let the files and the directory go. What was not committed is lost."""
+        self._reads.shutdown()
+        self._writes.shutdown()
         self._closing.close()
 
     # ---- read and write --------------------------------------------------------------------------------------------
@@ -200,11 +189,6 @@ class Store:
     def step(self) -> int | None:
         """The step of the last commit; ``None`` before the first."""
         return None if self._last is None else self._last.commit.step
-
-    @property
-    def number(self) -> int:
-        """The number of the last commit; 0 before the first."""
-        return 0 if self._last is None else self._last.commit.number
 
     def nbytes(self, entries: Sequence[int]) -> int:
         """How long a buffer must be into which these entries are read."""
@@ -245,10 +229,16 @@ class Store:
 
     # ---- commits ---------------------------------------------------------------------------------------------------
 
-    def prepare(self, step: int, beside: Mapping[str, Late], run: str) -> None:
+    def prepare(self, step: int, beside: dict[str, Any], run: str) -> None:
         """Bring all that was written, and ``beside``, to the disk: a commit that ``swap`` makes the last one.
 
         An error leaves the last commit untouched, and stops all further writes.
+
+        Args:
+          step: the step of the commit.
+          beside: arrays, whose bytes are stored. A few at a time are copied to the host; each is removed when it is
+            written.
+          run: identifies the run.
         """
         self.check()
         try:
@@ -259,10 +249,11 @@ class Store:
             stored = self._write_beside(slot, beside)
             before = [None] * len(state) if self._last is None else [each for _, each in self._last.state]
             changed = {new.slot for (_, new), old in zip(state, before, strict=True) if new != old}
-            for file in (self._beside[slot][0], *(self._slots[each] for each in sorted(changed))):
+            for file in (self._beside[slot], *(self._slots[each] for each in sorted(changed))):
                 file.sync()
-            self._next = Manifest(Commit(self.number + 1, run, step), tuple(state), tuple(stored), slot)
-            _save(self._next, self.directory / NEXT, self._files)
+            number = 1 if self._last is None else self._last.commit.number + 1
+            self._next = Manifest(Commit(number, run, step), tuple(state), tuple(stored), slot)
+            _save(self._next, self.directory / NEXT)
         except BaseException as error:
             self.stop(error)
             raise
@@ -270,8 +261,8 @@ class Store:
     def swap(self) -> None:
         """Make the prepared commit the last one. An error leaves the one before or this one."""
         try:
-            self._files.replace(self.directory / NEXT, self.directory / NAME)
-            self._files.sync_directory(self.directory)
+            os.replace(self.directory / NEXT, self.directory / NAME)
+            sync_directory(self.directory)
             self._last, self._next = self._next, None
         except BaseException as error:  # which of the two commits the disk has is unknown, so no slot may be written
             self.stop(error)
@@ -290,21 +281,18 @@ class Store:
                 "again, by disk.resume(target)."
             ) from self._stopped
 
-    def _write_beside(self, slot: int, beside: Mapping[str, Late]) -> list[tuple[Entry, Version]]:
-        entries = [Entry(name, (late.nbytes,), "uint8") for name, late in beside.items()]
+    def _write_beside(self, slot: int, beside: dict[str, Any]) -> list[tuple[Entry, Version]]:
+        entries = [Entry(name, (x.nbytes,), "uint8") for name, x in beside.items()]
         offsets, length = _laid_out(entries)
-        if slot not in self._beside or self._beside[slot][1] != length:
-            if slot in self._beside:
-                self._open.remove(old := self._beside.pop(slot)[0])
-                self._files.close(old.descriptor)
-            name = f"beside.{'ab'[slot]}"
-            _allocate(self.directory / name, length, length, self._files)
-            self._beside[slot] = self._opened(name, length), length
-        file, _ = self._beside[slot]
+        path = self.directory / f"beside.{'ab'[slot]}"
+        if not path.exists() or path.stat().st_size != length:
+            allocate(path, length, length)
+        if slot not in self._beside:
+            self._beside[slot] = self._file(path.name, length)
 
         def one(entry: Entry, offset: int) -> tuple[Entry, Version]:
-            values, path = beside[entry.path].make(), repr(entry.path)
-            return entry, Version(slot, file.write(values, offset, path, self._staging, self._writes))
+            values, path = np.asarray(beside.pop(entry.path)), repr(entry.path)
+            return entry, Version(slot, self._beside[slot].write(values, offset, path, self._staging, self._writes))
 
         with ThreadPoolExecutor(_AT_ONCE) as pool:
             return list(pool.map(one, entries, offsets))
@@ -314,7 +302,7 @@ class Store:
         if self._last is None:
             return {}
         offsets, length = _laid_out([entry for entry, _ in self._last.beside])
-        (file, _), buffer = self._beside[self._last.slot], pages(length)
+        file, buffer = self._beside[self._last.slot], pages(length)
 
         def one(stored: tuple[Entry, Version], offset: int) -> tuple[str, np.ndarray]:
             (entry, version), whole = stored, buffer[offset : offset + padded(stored[0].nbytes)]
@@ -326,33 +314,31 @@ class Store:
 
     # ---- files -----------------------------------------------------------------------------------------------------
 
-    def _opened(self, name: str, length: int) -> Opened:
+    def _file(self, name: str, length: int) -> File:
         """Open a file. ``ValueError`` where it is missing, or not as long as it was made."""
         path = self.directory / name
-        try:
-            found = self._files.size(path)
-        except FileNotFoundError:
+        if not path.exists():
             raise ValueError(
                 f"the store has lost {str(path)!r}: no such file. Is its disk mounted? Otherwise restore from a "
                 "checkpoint into a new store."
-            ) from None
-        if found != length:
+            )
+        if (found := path.stat().st_size) != length:
             raise ValueError(
                 f"{str(path)!r} holds {found} bytes, and was made with {length}. Restore from a checkpoint into a new "
                 "store."
             )
-        opened = Opened.at(path, self._files)
-        self._open.append(opened)
-        if [each.direct for each in self._open].count(False) == 1 and not opened.direct:
+        file = File.at(path)
+        self._closing.callback(os.close, file.descriptor)
+        if not file.direct and name == "state.a":  # said once
             warnings.warn(
                 f"the filesystem of {str(self.directory)!r} has no O_DIRECT: the store goes through the page cache, "
                 "which is slower and takes memory that the system counts as cache. A directory on a local disk has it.",
                 stacklevel=2,
             )
-        return opened
+        return file
 
 
-def _laid_out(entries: Sequence[Entry]) -> tuple[list[int], int]:
+def _laid_out(entries: Iterable[Entry]) -> tuple[list[int], int]:
     """Return the offset of each entry in a file, and the file's length."""
     offsets, length = list[int](), 0
     for entry in entries:
@@ -361,46 +347,22 @@ def _laid_out(entries: Sequence[Entry]) -> tuple[list[int], int]:
     return offsets, length
 
 
-def _exists(path: Path, files: Files) -> bool:
-    try:
-        files.size(path)
-    except (FileNotFoundError, NotADirectoryError):
-        return False
-    return True
-
-
-def _allocate(path: Path, length: int, need: int, files: Files) -> None:
-    """Make a file and reserve its space. ``need``: the bytes of the whole store, for the error."""
-    descriptor = files.open(path, create=True)
-    try:
-        files.allocate(descriptor, length)
-    except OSError as error:
-        doing = f"making {length} bytes of space ({files.free(path.parents[0])} are free) for {need} bytes in all"
-        raise failed(error, doing, path) from error
-    finally:
-        files.close(descriptor)
-    files.sync_directory(path.parents[0])
-
-
 # ---- the manifest, a small file that is swapped whole ----------------------------------------------------------------
 
 
-def _save(manifest: Manifest, path: Path, files: Files) -> None:
-    """Swap a manifest: after a loss of power at any moment there is the file before or this one, whole."""
+def _save(manifest: Manifest, path: Path) -> None:
     body: dict[str, Any] = {"format": _FORMAT, "commit": dataclasses.astuple(manifest.commit), "slot": manifest.slot}
     for name, pairs in (("state", manifest.state), ("beside", manifest.beside)):
         body[name] = [[*dataclasses.astuple(entry), *dataclasses.astuple(version)] for entry, version in pairs]
-    temporary = path.with_name(f"{path.name}.new")
-    files.write(temporary, json.dumps({"manifest": body, "crc32": _checksum(body)}).encode())
-    files.replace(temporary, path)
-    files.sync_directory(path.parents[0])
+    swap_in(path, json.dumps({"manifest": body, "crc32": _checksum(body)}).encode())
 
 
-def _load(path: Path, files: Files) -> Manifest | None:
+def _load(path: Path) -> Manifest | None:
     """Read a manifest; ``None`` where there is none. ``ValueError`` where it is damaged, or of another format."""
-    if not _exists(path, files):
+    try:
+        data = path.read_bytes()
+    except (FileNotFoundError, NotADirectoryError):
         return None
-    data = files.read(path)
     try:
         document = json.loads(data)
         body, intact = document["manifest"], document["crc32"] == _checksum(document["manifest"])
@@ -427,17 +389,17 @@ def _rows(rows: Sequence[Sequence[Any]]) -> tuple[tuple[Entry, Version], ...]:
     )
 
 
-def _manifests(directory: Path, files: Files) -> tuple[Manifest | None, Manifest | None]:
+def _manifests(directory: Path) -> tuple[Manifest | None, Manifest | None]:
     """Read the last commit, and a prepared one if it is whole.
 
     The former comes first: if its process swaps it meanwhile, it is found twice instead of not at all.
     """
     prepared = None
     try:
-        prepared = _load(directory / NEXT, files)
+        prepared = _load(directory / NEXT)
     except ValueError as error:
         warnings.warn(f"{error} The commit before it is whole.", stacklevel=2)
-    return prepared, _load(directory / NAME, files)
+    return prepared, _load(directory / NAME)
 
 
 def _checksum(body: Any) -> int:
@@ -447,44 +409,40 @@ def _checksum(body: Any) -> int:
 # ---- the lock --------------------------------------------------------------------------------------------------------
 
 
-_locked: dict[int, Files] = {}  # the open files by which this process has locked directories
+_locked = set[int]()  # the open files by which this process has locked directories
 
 
-def _lock(directory: Path, files: Files, closing: ExitStack) -> None:
-    """Lock a directory until ``closing`` ends.
+def _lock(directory: Path, closing: ExitStack) -> None:
+    """Lock a directory until ``closing`` ends. The lock ends with the process, however that ends.
 
     Raises:
       ValueError: another process, or another store of this one, has the lock.
       OSError: the system refuses the file.
     """
-    path = directory / _LOCK
+    path, me = directory / "lock", f"process {os.getpid()} on {socket.gethostname()}"
+    with saying("opening the lock of a store", path):
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
     try:
-        descriptor = files.open(path, create=True)
-    except OSError as error:
-        raise failed(error, "opening the lock of a store", path) from error
-    if not files.lock(descriptor):
-        files.close(descriptor)
-        holder = files.read(path).decode(errors="replace").strip() or "a process"
-        holder += ", this one, in which another jo.disk has it" if holder == files.process() else ""
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(descriptor)
+        holder = path.read_text(errors="replace").strip() or "a process"
+        holder += ", this one, in which another jo.disk has it" if holder == me else ""
         raise ValueError(
             f"the store in {str(directory)!r} is in use by {holder}: two would write over each other. End the "
             "other, close its store (disk.close(), in a notebook before the cell is run again), or give this "
             "one a directory of its own."
-        )
-    _locked[descriptor] = files
+        ) from None
+    _locked.add(descriptor)
     closing.callback(_unlock, descriptor)
-    files.pwritev(descriptor, files.process().encode().ljust(256), 0)
+    os.pwrite(descriptor, me.encode().ljust(256), 0)
 
 
 def _unlock(descriptor: int) -> None:
-    if (files := _locked.pop(descriptor, None)) is not None:
-        files.close(descriptor)
+    if descriptor in _locked:
+        _locked.remove(descriptor)
+        os.close(descriptor)
 
 
-def _unlock_in_a_child() -> None:
-    """Let the locks go in a child, such as a data loader's process, which would keep them when this one has ended."""
-    for descriptor in list(_locked):
-        _unlock(descriptor)
-
-
-os.register_at_fork(after_in_child=_unlock_in_a_child)
+# A child, such as a data loader's process, would keep the locks when this one has ended.
+os.register_at_fork(after_in_child=lambda: [_unlock(each) for each in list(_locked)])

@@ -14,17 +14,16 @@ from jax.sharding import Sharding
 from jax.tree_util import keystr
 
 from jax_offload._base import memory
-from jax_offload._base.arrays import is_array, nbytes
+from jax_offload._base.arrays import is_array
 from jax_offload._base.boxes import Parts, assembled, box_of_shape, boxes_of, gathered, parts_here, shape_of
 from jax_offload._base.on_disk import OnDisk, is_on_disk, read_into
 from jax_offload._disk.leaves import check_covered
-from jax_offload._disk.store import Late
 
 _TREE = "tree"  # the array that says what the others are
 _Found = Callable[[str, Sharding], Any]  # a leaf's name and place in host memory -> its placeholder, or its values
 
 
-def packed(tree: Any) -> tuple[dict[str, Late], dict[str, OnDisk]]:
+def packed(tree: Any) -> tuple[dict[str, Any], dict[str, OnDisk]]:
     """Return the arrays of a tree that are not on disk, and its leaves that are, by their names there.
 
     The arrays are copied to the host when they are written, a few at a time; the tree must not change before that.
@@ -33,7 +32,7 @@ def packed(tree: Any) -> tuple[dict[str, Late], dict[str, OnDisk]]:
       TypeError: a leaf is not an array, a number or a string.
       ValueError: an array was donated.
     """
-    beside, rows, found = dict[str, Late](), list[dict[str, Any]](), dict[str, OnDisk]()
+    beside, rows, found = dict[str, Any](), list[dict[str, Any]](), dict[str, OnDisk]()
     for path, x in jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_on_disk)[0]:
         row: dict[str, Any] = {"path": keystr(path)}
         if is_on_disk(x):
@@ -49,16 +48,16 @@ def packed(tree: Any) -> tuple[dict[str, Late], dict[str, OnDisk]]:
             if isinstance(x, jax.Array) and not (x.is_fully_addressable or x.is_fully_replicated):
                 parts = parts_here(x)
                 row["parts"] = [box for box, _ in parts]
-                beside |= {f"{len(rows)}.{k}": _late(values) for k, (_, values) in enumerate(parts)}
+                beside |= {f"{len(rows)}.{k}": values for k, (_, values) in enumerate(parts)}
             else:
                 # An array keeps its copy on the host for as long as it lives; the shard is another array.
                 replicated = isinstance(x, jax.Array) and x.is_fully_replicated
-                beside[str(len(rows))] = _late(x.addressable_data(0) if replicated else x)
+                beside[str(len(rows))] = x.addressable_data(0) if replicated else x
         else:
             what = type(x).__name__
             raise TypeError(f"tree: {keystr(path)} is a {what}; a commit holds arrays, numbers and strings.")
         rows.append(row)
-    return {_TREE: _late(np.frombuffer(json.dumps(rows).encode(), np.uint8)), **beside}, found
+    return {_TREE: np.frombuffer(json.dumps(rows).encode(), np.uint8), **beside}, found
 
 
 def _check_stored(path: str, x: Any) -> None:
@@ -83,11 +82,6 @@ def _is_named(dtype: np.dtype[Any]) -> bool:
         return jnp.dtype(dtype.name) == dtype
     except TypeError:
         return False
-
-
-def _late(x: Any) -> Late:
-    """Return an array as bytes, because NumPy does not know every dtype."""
-    return Late(nbytes(x), lambda: np.ascontiguousarray(x).reshape(-1).view(np.uint8))
 
 
 def unpacked(beside: Mapping[str, np.ndarray[Any, Any]], target: Any, on_disk: _Found, *, lands: bool = False) -> Any:
@@ -150,14 +144,10 @@ def _placed(x: Any, like: Any, place: Sharding) -> Any:
 
 def _parts_of(row: Mapping[str, Any], name: str, beside: Mapping[str, Any], dtype: Any) -> Parts:
     """The parts of an array in a commit: the whole, or what this process had."""
-    if "parts" not in row:
-        return [(box_of_shape(row["shape"]), _array(beside[name], dtype, row["shape"]))]
-    boxes = [tuple((begin, end) for begin, end in box) for box in row["parts"]]
-    return [(box, _array(beside[f"{name}.{k}"], dtype, shape_of(box))) for k, box in enumerate(boxes)]
-
-
-def _array(values: np.ndarray[Any, Any], dtype: Any, shape: Sequence[int]) -> np.ndarray[Any, Any]:
-    return np.frombuffer(values.tobytes(), dtype).reshape(shape)
+    boxes = {name: box_of_shape(row["shape"])}
+    if "parts" in row:
+        boxes = {f"{name}.{k}": tuple((begin, end) for begin, end in box) for k, box in enumerate(row["parts"])}
+    return [(box, np.frombuffer(beside[k].tobytes(), dtype).reshape(shape_of(box))) for k, box in boxes.items()]
 
 
 def _place_of(like: Any) -> Sharding:

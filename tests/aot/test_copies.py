@@ -61,6 +61,8 @@ def peak(step, args, **options):
 def test_graphs_are_concurrent_where_one_scan_moves_the_state(unrolled, concurrent):
     """The peaks with and without the option differ, and the step's own peak equals one of them."""
     require(H200)
+    if jax.__version_info__ < (0, 11) and not unrolled:
+        pytest.skip("the XLA of jax 0.10 needs the same memory with and without the option")
     tx = jo.offload(optax.adamw(1e-3))
     leaf = array(WIDTH, WIDTH)
     params = {f"w{k}": leaf for k in range(LAYERS)} if unrolled else {"w": array(LAYERS, WIDTH, WIDTH)}

@@ -3,7 +3,9 @@
 import errno
 import os
 import shutil
+import stat
 import threading
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -11,68 +13,56 @@ import numpy as np
 import optax
 
 import jax_offload as jo
-from jax_offload._disk.files import Files
 
 X = np.random.default_rng(0).normal(size=(8, 64)).astype(np.float32)
 NAMES = ["layer_1", "layer_2", "layer_3"]
 NO_SPACE, FAILED = errno.ENOSPC, errno.EIO
+CALLS = {  # the system's calls, by the names that faults know
+    "open": "open", "preadv": "preadv", "pwritev": "pwritev", "fdatasync": "sync", "fsync": "sync",
+    "posix_fallocate": "allocate", "mkdir": "make_directory", "replace": "replace", "unlink": "remove",
+}  # fmt: skip
+_FAULTY = []  # those who are told, the newest first
 
 
-class Faulty(Files):
-    """``fault(name, path, arguments)`` is called before each call, and may raise, wait, or return what is returned."""
+class Faulty:
+    """Calls of the system to files in a folder. ``fault(name, path, arguments)`` is called before each, and may raise,
+    wait, or return what is returned. ``replace`` has the path of the file that is replaced."""
 
-    def __init__(self, fault=None):
-        self.fault = fault or no_fault
-        self.paths = {}
-        self.calls = []
-        self._lock = threading.Lock()
+    def __init__(self, folder, fault=None):
+        self.folder, self.fault, self.calls, self.lock = Path(folder), fault or no_fault, [], threading.Lock()
+        _FAULTY.insert(0, self)
 
-    def open(self, path, *, create=False, direct=False):
-        self._before("open", path, create, direct)
-        descriptor = super().open(path, create=create, direct=direct)
-        self.paths[descriptor] = path
-        return descriptor
-
-    def _before(self, name, path, *arguments):
-        with self._lock:
-            self.calls.append((name, getattr(path, "name", path)))
+    def before(self, name, path, *arguments):
+        with self.lock:
+            self.calls.append((name, path.name))
         return self.fault(name, path, *arguments)
 
-    def preadv(self, descriptor, buffer, offset):
-        given = self._before("preadv", self.paths[descriptor], buffer, offset)
-        return super().preadv(descriptor, buffer, offset) if given is None else given
 
-    def pwritev(self, descriptor, buffer, offset):
-        given = self._before("pwritev", self.paths[descriptor], buffer, offset)
-        return super().pwritev(descriptor, buffer, offset) if given is None else given
+def told(name, call):
+    def called(first, *arguments, **how):
+        try:
+            path = Path(os.readlink(f"/proc/self/fd/{first}") if isinstance(first, int) else first)
+        except (OSError, TypeError):  # closed, or bytes
+            return call(first, *arguments, **how)
+        path = Path(arguments[0]) if name == "replace" else path
+        faulty = next((each for each in _FAULTY if path.is_relative_to(each.folder)), None)
+        if faulty is None:
+            return call(first, *arguments, **how)
+        said, given = name, arguments
+        if name == "sync" and stat.S_ISDIR(os.fstat(first).st_mode):
+            said = "sync_directory"
+        elif name in ("preadv", "pwritev"):
+            (buffer,), offset = arguments
+            given = buffer, offset
+        returned = faulty.before(said, path, *given)
+        return call(first, *arguments, **how) if returned is None else returned
 
-    def sync(self, descriptor):
-        self._before("sync", self.paths[descriptor])
-        super().sync(descriptor)
+    return called
 
-    def sync_directory(self, path):
-        self._before("sync_directory", path)
-        super().sync_directory(path)
 
-    def allocate(self, descriptor, nbytes):
-        self._before("allocate", self.paths[descriptor], nbytes)
-        super().allocate(descriptor, nbytes)
-
-    def make_directory(self, path):
-        self._before("make_directory", path)
-        super().make_directory(path)
-
-    def write(self, path, data):
-        self._before("write", path, data)
-        super().write(path, data)
-
-    def replace(self, source, target):
-        self._before("replace", target)
-        super().replace(source, target)
-
-    def remove(self, path):
-        self._before("remove", path)
-        super().remove(path)
+SYSTEM = {call: getattr(os, call) for call in CALLS}  # as it is
+for _call, _name in CALLS.items():
+    setattr(os, _call, told(_name, SYSTEM[_call]))
 
 
 def no_fault(name, path, *arguments):
@@ -93,6 +83,14 @@ def error(number, of, at=0, file=""):
     return fault
 
 
+def moved(of, path, buffer, offset):
+    descriptor = SYSTEM["open"](path, os.O_RDWR)
+    try:
+        return SYSTEM[of](descriptor, [buffer], offset)
+    finally:
+        os.close(descriptor)
+
+
 def short(of):
     """Every second call moves a part only: whole pages, some bytes more, or less than a page."""
     calls = 0
@@ -105,12 +103,7 @@ def short(of):
         calls += 1
         if calls % 2:
             return None
-        part = buffer[: min(len(buffer), (4096, 5000, 100)[calls // 2 % 3])]
-        descriptor = os.open(path, os.O_RDWR)
-        try:
-            return (os.preadv if of == "preadv" else os.pwritev)(descriptor, [part], offset)
-        finally:
-            os.close(descriptor)
+        return moved(of, path, buffer[: min(len(buffer), (4096, 5000, 100)[calls // 2 % 3])], offset)
 
     return fault
 
@@ -119,11 +112,9 @@ def flipped(name, path, *arguments):
     """A bit of what is read is another."""
     if name == "preadv" and "state" in path.name:
         buffer, offset = arguments
-        descriptor = os.open(path, os.O_RDWR)
-        moved = os.preadv(descriptor, [buffer], offset)
-        os.close(descriptor)
-        buffer[moved // 2] ^= 4
-        return moved
+        n = moved("preadv", path, buffer, offset)
+        buffer[n // 2] ^= 4
+        return n
     return None
 
 
@@ -134,8 +125,8 @@ class PowerLoss:
     odds: what is left is what a loss of power may leave. Without ``lose`` it is what a killed process leaves.
     """
 
-    def __init__(self, files, at, seed=0):
-        self.files, self.left, self.rng = files, at, np.random.default_rng(seed)
+    def __init__(self, at, seed=0):
+        self.left, self.rng = at, np.random.default_rng(seed)
         self.blocks, self.swaps = [], []
         self._lock = threading.Lock()
 
@@ -148,7 +139,7 @@ class PowerLoss:
             self.left -= 1
             if self.dead:
                 raise OSError(FAILED, "no power")
-            if name == "pwritev" and path.name != "lock":
+            if name == "pwritev":
                 buffer, offset = arguments
                 with open(path, "rb") as file:
                     file.seek(offset)
@@ -168,7 +159,7 @@ class PowerLoss:
                     file.write(before)
         for path, before in reversed(self.swaps):
             if self.rng.random() < 0.5:
-                path.unlink() if before is None else path.write_bytes(before)
+                SYSTEM["unlink"](path) if before is None else path.write_bytes(before)
 
 
 def model(width=64):
@@ -184,8 +175,8 @@ class Run:
 
     def __init__(self, folder, inner=None, **options):
         self.folder, self.kept = folder / "run", folder / "kept"
-        self.files = Faulty()
-        self.disk = self.of(self.folder, **options)
+        self.files = Faulty(folder)
+        self.disk = jo.disk(self.folder, **options)
         self.tx = jo.offload(inner or optax.adamw(1e-2), min_bytes=1024, disk=self.disk)
         self.step = jo.jit(self._step, donate_argnums=(0, 1))
         params, state = self.began = self.trained(model(), self.tx.init(model()), 2)
@@ -196,11 +187,6 @@ class Run:
             self.want[step] = self.values(params, state)
         self.disk.close()
         shutil.copytree(self.folder, self.kept)
-
-    def of(self, folder, **options):
-        disk = jo.disk(folder, **options)
-        disk.files = self.files
-        return disk
 
     def _step(self, params, state, x):
         def loss(params):

@@ -18,7 +18,7 @@ import pytest
 
 import jax_offload as jo
 from jax_offload._drive import stages
-from tests.disk.faulty import FAILED, NO_SPACE, PowerLoss, Run, error, flipped, model, no_fault, short
+from tests.disk.faulty import FAILED, NO_SPACE, Faulty, PowerLoss, Run, error, flipped, model, no_fault, short
 
 pytestmark = pytest.mark.filterwarnings("ignore:Some donated buffers were not usable")
 STATE = 2 * 3 * 64 * 64 * 4  # bytes
@@ -54,7 +54,7 @@ def test_at_any_call(run, first, loses):
     found = set()
     for at in range(first, len(calls_of_two_steps(run)) + 4, 4):
         params, state = run.restart()
-        run.files.fault, committed = PowerLoss(run.files, at, seed=at), 2
+        run.files.fault, committed = PowerLoss(at, seed=at), 2
         with suppress(OSError, ValueError):
             for step in (3, 4):
                 params, state = run.trained(params, state)
@@ -72,16 +72,16 @@ def test_at_any_call(run, first, loses):
 @pytest.mark.parametrize("every", [6, 1])
 def test_files_that_were_begun(run, every, tmp_path):
     """However often the making of the first files has ended, and wherever, they can be made."""
-    disk = run.of(tmp_path / "begun")
+    disk, files = jo.disk(tmp_path / "begun"), Faulty(tmp_path)
     tx, ended = jo.offload(optax.adamw(1e-2), min_bytes=1024, disk=disk), 0
     for at in range(0, 200, every):
-        run.files.fault = PowerLoss(run.files, at)
+        files.fault = PowerLoss(at)
         with suppress(OSError, ValueError):
             disk.commit(0, {"params": model(), "state": tx.init(model())})
             break
         ended += 1
         disk.close()
-        run.files.fault = no_fault
+        files.fault = no_fault
         assert disk.last_commit in (None, 0)
         if disk.last_commit == 0:
             break
@@ -153,7 +153,7 @@ def test_a_fault_is_an_error_and_the_last_commit_is_whole(run, name):
         ("allocate", "beside"),
         ("sync", "state"),
         ("sync", "beside"),
-        ("write", "manifest.next.json"),
+        ("sync", "manifest.next.json"),
         ("replace", "manifest.next.json"),
         ("replace", "manifest.json"),
         ("sync_directory", ""),
@@ -188,10 +188,10 @@ def test_what_is_synced_before_what(run):
     run.files.calls.clear()
     run.commit(4, params, state)
     calls = run.files.calls
-    order = [call for call in calls if call[0] in ("sync", "write", "replace", "sync_directory")]
+    order = [call for call in calls if call[0] in ("sync", "replace", "sync_directory")]
     new, folder = "manifest.next.json", ("sync_directory", "run")
     assert sorted(order[:2]) == [("sync", "beside.a"), ("sync", "state.a")]
-    assert order[2:] == [("write", f"{new}.new"), ("replace", new), folder, ("replace", "manifest.json"), folder]
+    assert order[2:] == [("sync", f"{new}.new"), ("replace", new), folder, ("replace", "manifest.json"), folder]
     assert max(k for k, (name, _) in enumerate(calls) if name == "pwritev") < calls.index(order[0])
 
 
@@ -296,7 +296,7 @@ def test_a_manifest_that_was_being_written(run):
 
 def test_a_directory_in_use_and_another_optimizer_or_model(run):
     run.restart()
-    other = run.of(run.folder)
+    other = jo.disk(run.folder)
     assert other.last_commit == 2
     target = {"params": model(), "state": jo.abstract_state(run.tx, model())}
     with pytest.raises(ValueError, match=f"in use by process {os.getpid()} on .*two would write over each other"):
@@ -317,13 +317,12 @@ def test_a_directory_in_use_and_another_optimizer_or_model(run):
 
 
 def test_a_disk_too_full_to_begin_with(run, tmp_path):
-    disk = run.of(tmp_path / "full")
+    disk, files = jo.disk(tmp_path / "full"), Faulty(tmp_path, error(NO_SPACE, "allocate", 1))
     tx = jo.offload(optax.adamw(1e-2), min_bytes=1024, disk=disk)
-    run.files.fault = error(NO_SPACE, "allocate", 1)
     with pytest.raises(OSError, match=r"making \d+ bytes of space \(\d+ are free\) for \d+ bytes in all: No sp"):
         tx.init(model())
     assert not list((tmp_path / "full").glob("state.*"))
-    run.files.fault = no_fault
+    files.fault = no_fault
     tx.init(model())
     disk.close()
 
@@ -333,7 +332,7 @@ def test_a_filesystem_without_direct_access_is_said_once(run, of):
     tried = set()
 
     def fault(name, path, *arguments):
-        refused = arguments[1] if name == "open" else name == "preadv" and path not in tried
+        refused = arguments[0] & os.O_DIRECT if name == "open" else name == "preadv" and path not in tried
         if name == of and refused:
             tried.add(path)
             raise OSError(errno.EINVAL, "Invalid argument")

@@ -1,17 +1,21 @@
 """Stores of two processes, here threads, that commit together: never a mixture, wherever one of them is killed."""
 
+import contextlib
+import itertools
 import json
+import os
 import shutil
 import threading
+from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
 
 from jax_offload._base import processes
-from jax_offload._disk import commits
+from jax_offload._disk import disk
 from jax_offload._disk.files import pages
-from jax_offload._disk.store import NEXT, Entry, Late
+from jax_offload._disk.store import NEXT, Entry
 from tests.disk.faulty import NO_SPACE, Faulty, error, no_fault
 
 ENTRIES = [Entry("a/mu", (40,), "float32"), Entry("b/mu", (20, 3), "float32")]
@@ -26,7 +30,7 @@ class Processes:
     """Threads that are told what each other says; all that wait are told when one is no more."""
 
     def __init__(self, n=2):
-        self.n, self.said, self.barrier = n, [None] * n, threading.Barrier(n)
+        self.n, self.said, self.barrier = n, [None] * n, threading.Barrier(n, timeout=120)
 
     def allgathered(self, mine):
         try:
@@ -63,35 +67,24 @@ def two(monkeypatch):
     found = Processes()
     monkeypatch.setattr(jax, "process_count", lambda: found.n)
     monkeypatch.setattr(jax, "process_index", lambda: NOW.process)
-    for module in (processes, commits):
+    for module in (processes, disk):
         monkeypatch.setattr(module, "allgathered", found.allgathered)
     return found
 
 
-class Mortal(Faulty):
+def folder(place, process):
+    return place / f"process-{process}-of-2"
+
+
+def mortal(at):
     """Ends at call number ``at``: that one is not made, and none after it."""
+    calls = itertools.count()
 
-    def __init__(self, at=10**9):
-        super().__init__(self._count)
-        self.left, self.opened = at, set()
-
-    def _count(self, name, path, *_):
-        self.left -= 1
-        if self.left < 0:
+    def fault(*_):
+        if next(calls) >= at:
             raise Killed
 
-    def open(self, path, **how):
-        descriptor = super().open(path, **how)
-        self.opened.add(descriptor)
-        return descriptor
-
-    def close(self, descriptor):
-        self.opened.discard(descriptor)
-        super().close(descriptor)
-
-    def bury(self):
-        for descriptor in [*self.opened]:
-            self.close(descriptor)
+    return fault
 
 
 def mine(process, step):
@@ -100,40 +93,38 @@ def mine(process, step):
 
 
 def beside(step):
-    values = np.full(5000, step, np.uint8)
-    return {"w": Late(values.nbytes, lambda: values)}
+    return {"w": np.full(5000, step, np.uint8)}
 
 
 def commit(store, process, step, run="first"):
     store.write(mine(process, step))
-    commits.commit(store, step, lambda: beside(step), run)
+    disk.committed(store, step, lambda: beside(step), run)
 
 
-def run(place, files, process, steps, store=None, run="first"):
-    """Makes a store, or goes on with it, and commits these steps; gives those that ended, and what ended the rest."""
-    ended, end = [], None
+def run(place, process, steps, store=None, run="first"):
+    """Makes a store, or goes on with it, and commits these steps; gives those that ended."""
+    ended = []
     try:
-        store = store or commits.create(place, ENTRIES, files)
+        store = store or disk.created(place, ENTRIES)
         for step in steps:
             commit(store, process, step, run)
             ended.append(step)
-    except BaseException as raised:
-        end = raised
+    except Killed:
+        NOW.broken()  # the other process waits in vain
     if store is not None:
         store.close()
-    if isinstance(end, Killed):
-        files.bury()
-        NOW.broken()  # the other process waits in vain
-    elif end is not None:
-        raise end
+    for each in Path("/proc/self/fd").iterdir():  # a process that is no more has no files
+        with contextlib.suppress(OSError):
+            if each.readlink().is_relative_to(folder(place, process)):
+                os.close(int(each.name))
     return ended
 
 
 def opened(place, process):
     """The step that a process opens at, whole; 0 where there is no commit."""
-    if commits.last_of_all(place, Faulty()) is None:
+    if disk.last_of_all(place) is None:
         return 0
-    store = commits.open_last(place, Faulty())
+    store = disk.open_last(place)
     found = store.read([0, 1], pages(store.nbytes([0, 1])))
     for x, want in zip(found, mine(process, store.step).values(), strict=True):
         np.testing.assert_array_equal(x, want)
@@ -146,21 +137,23 @@ def opened(place, process):
 @pytest.mark.parametrize("killed", [0, 1])
 def test_one_is_killed_at_any_call(two, tmp_path, every, killed):
     """Both open at one commit, the last that ended or the one after it, and go on from there."""
-    files = [Mortal(), Mortal()]
-    assert two.run(lambda k: run(tmp_path / "all", files[k], k, [1, 2, 3])) == [[1, 2, 3]] * 2
+    counted = Faulty(folder(tmp_path / "all", killed))
+    assert two.run(lambda k: run(tmp_path / "all", k, [1, 2, 3])) == [[1, 2, 3]] * 2
     found = []
-    count = len(files[killed].calls)
+    count = len(counted.calls)
     for at in (*range(1 + killed, count - 1, every), count - 1):  # and the last one, which syncs the third commit
         place = tmp_path / str(at)
-        ended = two.run(lambda k, p=place, at=at: run(p, Mortal(at if k == killed else 10**9), k, [1, 2, 3]))
+        faulty = Faulty(folder(place, killed), mortal(at))
+        ended = two.run(lambda k, p=place: run(p, k, [1, 2, 3]))
+        faulty.fault = no_fault
         steps = two.run(lambda k, p=place: opened(p, k))
         last = max((step for steps in ended for step in steps), default=0)
         assert steps[0] == steps[1] and steps[0] in (last, last + 1), (at, steps, ended)
         found.append(begin := steps[0])
 
         def on(k, place=place, begin=begin):
-            store = commits.open_last(place, Faulty()) if begin else None
-            return run(place, Faulty(), k, [begin + 1, begin + 2], store, "second")
+            store = disk.open_last(place) if begin else None
+            return run(place, k, [begin + 1, begin + 2], store, "second")
 
         assert two.run(on) == [[begin + 1, begin + 2]] * 2
         assert two.run(lambda k, p=place: opened(p, k)) == [begin + 2] * 2
@@ -176,29 +169,29 @@ def test_one_has_swapped_and_the_other_not(two, tmp_path, apart):
         if name == "replace" and path.name == apart and (tmp_path / "second").exists():
             raise Killed
 
-    files = [Mortal(), Mortal()]
-    files[1].fault = fault
+    faulty = Faulty(folder(tmp_path, 1), fault)
 
     def one(k):
-        store = commits.create(tmp_path, ENTRIES, files[k])
+        store = disk.created(tmp_path, ENTRIES)
         commit(store, k, 1)
         (tmp_path / "second").touch()
-        return run(tmp_path, files[k], k, [2], store)
+        return run(tmp_path, k, [2], store)
 
     two.run(one)
+    faulty.fault = no_fault
     assert two.run(lambda k: opened(tmp_path, k)) == ([1, 1] if apart == NEXT else [2, 2])
 
 
 def test_a_full_disk_in_one_is_an_error_in_all(two, tmp_path):
-    files = [Faulty(), Faulty()]
+    files = Faulty(folder(tmp_path, 1))
 
     def one(k):
-        store = commits.create(tmp_path, ENTRIES, files[k])
+        store = disk.created(tmp_path, ENTRIES)
         commit(store, k, 1)
-        files[1].fault = error(NO_SPACE, "write", file=NEXT)
+        files.fault = error(NO_SPACE, "sync", file=NEXT)
         with pytest.raises((OSError, ValueError)) as raised:
             commit(store, k, 2)
-        files[1].fault = no_fault
+        files.fault = no_fault
         with pytest.raises(ValueError, match="stopped when a commit failed"):
             store.check()
         store.close()
@@ -212,7 +205,7 @@ def test_a_full_disk_in_one_is_an_error_in_all(two, tmp_path):
 
 def test_what_is_wrong_with_the_tree_stops_nothing(two, tmp_path):
     def one(k):
-        store = commits.create(tmp_path, ENTRIES, Faulty())
+        store = disk.created(tmp_path, ENTRIES)
         store.write(mine(k, 1))
 
         def wrong():
@@ -221,8 +214,8 @@ def test_what_is_wrong_with_the_tree_stops_nothing(two, tmp_path):
             return beside(1)
 
         with pytest.raises((TypeError, ValueError), match="tree: no array"):
-            commits.commit(store, 1, wrong, "first")
-        return run(tmp_path, None, k, [1], store)
+            disk.committed(store, 1, wrong, "first")
+        return run(tmp_path, k, [1], store)
 
     assert two.run(one) == [[1], [1]]
     assert two.run(lambda k: opened(tmp_path, k)) == [1, 1]
@@ -230,28 +223,28 @@ def test_what_is_wrong_with_the_tree_stops_nothing(two, tmp_path):
 
 def test_directories_that_are_not_of_one_run(two, tmp_path, monkeypatch):
     here, there = tmp_path / "here", tmp_path / "there"
-    two.run(lambda k: run(here, Faulty(), k, [1, 2]))
-    two.run(lambda k: run(there, Faulty(), k, [1, 2], run="another"))
-    look = lambda place: [str(each) for each in two.run(lambda k: commits.last_of_all(place, Faulty()))]  # noqa: E731
+    two.run(lambda k: run(here, k, [1, 2]))
+    two.run(lambda k: run(there, k, [1, 2], run="another"))
+    look = lambda place: [str(each) for each in two.run(lambda k: disk.last_of_all(place))]  # noqa: E731
 
     shutil.move(here / "process-1-of-2", tmp_path / "away")
     assert all("process 1 has no commit" in each and "process 0 the one of step 2" in each for each in look(here))
-    assert all("process 1 has no commit" in str(each) for each in two.run(lambda k: run(here, Faulty(), k, [1])))
+    assert all("process 1 has no commit" in str(each) for each in two.run(lambda k: run(here, k, [1])))
 
     shutil.copytree(there / "process-1-of-2", here / "process-1-of-2")
     assert all("no commit of the same run" in each for each in look(here))
 
     two.n = 1
     monkeypatch.setattr(NOW, "process", 0, raising=False)
-    for ask in (commits.open_last, commits.last_of_all):
+    for ask in (disk.open_last, disk.last_of_all):
         with pytest.raises(ValueError, match=r"has the commit of 2 processes, .* now there are 1\. Fix: .*save_args"):
-            ask(there, Faulty())
+            ask(there)
 
 
 def test_two_runs_on_one_directory(two, tmp_path):
-    two.run(lambda k: run(tmp_path, Faulty(), k, [1]))
-    stores = two.run(lambda k: commits.open_last(tmp_path, Faulty()))
-    for each in two.run(lambda k: commits.open_last(tmp_path, Faulty())):
+    two.run(lambda k: run(tmp_path, k, [1]))
+    stores = two.run(lambda k: disk.open_last(tmp_path))
+    for each in two.run(lambda k: disk.open_last(tmp_path)):
         assert isinstance(each, ValueError) and "in use by process" in str(each)
     for store in stores:
         store.close()

@@ -1,6 +1,7 @@
 """Steps whose state is on disk, beside the same steps with it in host memory: one table of optimizers, formats, meshes,
-and of leaves that go whole or by their rows."""
+and of leaves that go whole or by their rows; and commits that are resumed in another division."""
 
+import contextlib
 import dataclasses
 from contextlib import nullcontext
 from typing import Any
@@ -14,26 +15,34 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_offload as jo
-from jax_offload._base.on_disk import is_on_disk
 from jax_offload._drive import stages
 from jax_offload._plan import transfers as by_rows
-from tests.support.trees import assert_close, assert_equal, handles, read
+from tests.disk.faulty import Faulty
+from tests.support.trees import assert_close, assert_equal, handles, is_on_disk, read, shardings_in
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:Some donated buffers were not usable"),
     pytest.mark.filterwarnings("ignore::DeprecationWarning:optax"),
 ]
-SHAPES = {"layers": (6, 32, 32), "bias": (6, 32), "embed": (160, 32), "odd": (7, 9)}
+SHAPES = {"layers": (7, 32, 32), "bias": (6, 32), "embed": (160, 32), "odd": (7, 9)}
 ROW = 2 * 32 * 32 * 4  # bytes of both moments of a layer
+WHOLE = 2**30
 SPECS = {  # on a mesh of data, fsdp and tensor
     "minor axes": {"layers": P(None, "fsdp", "tensor"), "bias": P(None, "tensor"), "embed": P(None, "fsdp")},
-    "rows": {"layers": P("tensor"), "bias": P(), "embed": P(("data", "fsdp"), "tensor")},
-    "replicated": {"layers": P(), "bias": P(), "embed": P()},
-    "zero": {"layers": P(), "bias": P(), "embed": P()},
-    "one device": {"layers": P(), "bias": P(), "embed": P()},
+    "rows": {"layers": P(None, "tensor"), "bias": P("tensor"), "embed": P(("data", "fsdp"), "tensor")},
+    "replicated": {},
+    "zero": {},
+    "one device": {},
 }
 CLIPPED = optax.chain(optax.clip_by_global_norm(0.5), optax.adamw(1e-2))
 ADAMW, INT8 = optax.adamw(1e-2), {"mu": "int8", "nu": "uint8"}
+
+
+@pytest.fixture(autouse=True)
+def small_groups(monkeypatch):
+    """Two layers are a group."""
+    monkeypatch.setattr(stages, "GROUP_BYTES", 1)
+    monkeypatch.setattr(by_rows, "PART_BYTES", 2 * ROW)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,10 +58,25 @@ class Case:
     rtol: float = 2e-5
 
 
+def shifting(keeps):
+    """An optimizer that keeps the last gradients, which are made before any state is read, and the ones before."""
+
+    def init(params):
+        return {"last": jax.tree.map(jnp.zeros_like, params), "before": jax.tree.map(jnp.ones_like, params)}
+
+    def update(updates, state, params=None):
+        scaled = jax.tree.map(lambda g, a, b: g + a + 2 * b, updates, state["last"], state["before"])
+        moved = jax.tree.map(lambda a: a + 1, state["last"])
+        return scaled, {"last": updates, "before": state["before"] if keeps else moved}
+
+    return optax.GradientTransformation(init, update)
+
+
 MULTI = optax.MultiSteps(ADAMW, 2).gradient_transformation()
 COLUMNS = optax.stateless(lambda g, _: jax.tree.map(lambda x: x - x.mean(axis=0, keepdims=True), g))
+MEANS = optax.chain(optax.trace(0.9), COLUMNS, optax.scale(-1e-2))
 MASTERS = {"inner": jo.with_master_params(ADAMW), "dtype": jnp.bfloat16, "rtol": 2e-2}
-CASES = {
+CASES = {  # tests/test_equivalence.py has the other optimizers
     "masters, zero": Case(**MASTERS, mesh="zero"),
     "adamw": Case(exact=True),
     "adamw, whole": Case(by_rows=False, exact=True),
@@ -60,19 +84,12 @@ CASES = {
     "adamw, whole, in chunks": Case(by_rows=False, options={"window": 2**12}, exact=True),
     "adamw, nothing donated": Case(donate=(), exact=True),
     "clipped": Case(CLIPPED),
-    "sgd": Case(optax.sgd(1e-2, momentum=0.9), exact=True),
-    "lion": Case(optax.lion(1e-2), exact=True),
-    "lamb": Case(optax.lamb(1e-2)),
     "lamb, in chunks": Case(optax.lamb(1e-2), options={"window": 2**14}),
     "adafactor": Case(optax.adafactor(1e-2, min_dim_size_to_factor=8)),
-    "prodigy": Case(optax.contrib.prodigy(1.0)),
-    "muon": Case(optax.contrib.muon(1e-2), rtol=1e-4),
-    "schedule": Case(optax.nadam(optax.cosine_decay_schedule(1e-2, 10))),
-    "MultiSteps": Case(MULTI),
     "MultiSteps, zero": Case(MULTI, "zero"),
-    "ema of updates": Case(optax.chain(optax.adam(1e-2), optax.ema(0.9))),
-    "means of columns": Case(optax.chain(optax.trace(0.9), COLUMNS, optax.scale(-1e-2))),
-    "bfloat16": Case(options={"storage": "bfloat16"}),
+    "means of columns": Case(MEANS),
+    "shifting": Case(shifting(False)),
+    "shifting, and keeping": Case(shifting(True)),
     "int8": Case(options={"storage": INT8}, rtol=1e-4),
     "int8, whole": Case(by_rows=False, options={"storage": INT8}, rtol=1e-4),
     "int8, minor axes": Case(mesh="minor axes", by_rows=False, options={"storage": INT8}, rtol=1e-4),
@@ -90,52 +107,59 @@ CASES = {
 }
 
 
-def mesh_of(case):
-    shape, devices = ((1, 1, 1), jax.devices()[1:2]) if case.mesh == "one device" else ((2, 2, 2), None)
-    return jax.make_mesh(shape, ("data", "fsdp", "tensor"), axis_types=(case.axes,) * 3, devices=devices)
+def mesh_of(mesh, axes=AxisType.Auto, shape=(2, 2, 2), devices=None):
+    shape, devices = ((1, 1, 1), jax.devices()[1:2]) if mesh == "one device" else (shape, devices)
+    return jax.make_mesh(shape, ("data", "fsdp", "tensor"), axis_types=(axes,) * 3, devices=devices)
 
 
-def network(case, seed):
+def network(seed=0, mesh=None, specs="replicated", dtype=np.float32):
+    """Parameters on the mesh; with ``None`` on one device."""
     rng = np.random.default_rng(seed)
-    values = {name: (rng.standard_normal(s, np.float32) / 4).astype(case.dtype) for name, s in SHAPES.items()}
-    if case.mesh is None:
+    values = {name: (rng.standard_normal(s, np.float32) / 4).astype(dtype) for name, s in SHAPES.items()}
+    if mesh is None:
         return jax.device_put(values, jax.devices()[0])
-    specs = SPECS[case.mesh] | {"odd": P()}
-    return {k: jax.device_put(x, NamedSharding(mesh_of(case), specs[k])) for k, x in values.items()}
+    return {k: jax.device_put(x, NamedSharding(mesh, SPECS[specs].get(k, P()))) for k, x in values.items()}
 
 
-def trained(case, disk):
-    """Parameters and state after three updates, and the transformation."""
-    over = "data" if case.mesh == "zero" else None
-    tx = jo.offload(case.inner, min_bytes=128, shard_over=over, disk=disk, **case.options)
-    first, grads = network(case, 0), network(case, 100)
-    before, params = read(first), first if case.donate == (0, 1) else jax.tree.map(jnp.copy, first)
-    state = tx.init(params)
-    step = jo.jit(lambda p, s, g: jo.update_params(tx, g, s, p), donate_argnums=case.donate)
+def step_of(tx, donate=(0, 1)):
+    return jo.jit(lambda params, state, grads: jo.update_params(tx, grads, state, params), donate_argnums=donate)
+
+
+def run(tx, params, grads, n=3, state=None, donate=(0, 1)):
+    params = jax.tree.map(jnp.copy, params)
+    before, state, step = read(params), tx.init(params) if state is None else state, step_of(tx, donate)
     after = params
-    for _ in range(3):
+    for _ in range(n):
         after, state = step(after, state, grads)
-    if 0 not in case.donate:
+    if 0 not in donate:
         assert_equal(read(params), before)
-    return after, state, tx
+    return after, state
+
+
+def assert_as_in_abstract_state(tx, params, state):
+    """What is on disk goes through host memory in the shardings of ``abstract_state``; the rest is there."""
+    foretold = jax.tree.leaves(jo.abstract_state(tx, params))
+    for x, want in zip(jax.tree.leaves(state, is_leaf=is_on_disk), foretold, strict=True):
+        assert (x.shape, x.dtype) == (want.shape, want.dtype)
+        assert x.sharding.is_equivalent_to(want.sharding, x.ndim), (x, x.sharding, want.sharding)
+        assert x.sharding.memory_kind == want.sharding.memory_kind
+        assert x.sharding.memory_kind == "pinned_host" or not is_on_disk(x)
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_as_in_host_memory(name, disk, monkeypatch):
     """Values, types, shardings and kinds of memory after three donated updates."""
     case = CASES[name]
-    monkeypatch.setattr(stages, "GROUP_BYTES", 1)
-    monkeypatch.setattr(by_rows, "PART_BYTES", 2 * ROW if case.by_rows else 2**30)
-    with nullcontext() if case.mesh is None else jax.set_mesh(mesh_of(case)):
-        want, host, _ = trained(case, None)
-        got, state, tx = trained(case, disk)
-        foretold = [] if "storage" in case.options else jax.tree.leaves(jo.abstract_state(tx, got))
+    monkeypatch.setattr(by_rows, "PART_BYTES", 2 * ROW if case.by_rows else WHOLE)
+    mesh, over = mesh_of(case.mesh, case.axes) if case.mesh else None, "data" if case.mesh == "zero" else None
+    first, grads = (network(seed, mesh, case.mesh or "replicated", case.dtype) for seed in (0, 100))
+    txs = [jo.offload(case.inner, min_bytes=128, shard_over=over, disk=d, **case.options) for d in (None, disk)]
+    with nullcontext() if mesh is None else jax.set_mesh(mesh):
+        (want, host), (got, state) = (run(tx, first, grads, donate=case.donate) for tx in txs)
+        if "storage" not in case.options:
+            assert_as_in_abstract_state(txs[1], got, state)
     assert len(handles(state)) >= 4
     assert case.by_rows or all(len(disk.ends(x.place.name)) == 1 for x in handles(state))
-    for x, y in zip(jax.tree.leaves(state, is_leaf=is_on_disk), foretold, strict=bool(foretold)):
-        assert (x.shape, x.dtype, x.sharding.memory_kind) == (y.shape, y.dtype, y.sharding.memory_kind)
-        assert x.sharding.is_equivalent_to(y.sharding, x.ndim), (x, x.sharding, y.sharding)
-        assert x.sharding.memory_kind == "pinned_host" or not is_on_disk(x)
     for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         assert x.sharding.is_equivalent_to(y.sharding, x.ndim) and x.dtype == y.dtype
         assert x.sharding.memory_kind == y.sharding.memory_kind == "device"
@@ -147,3 +171,134 @@ def test_as_in_host_memory(name, disk, monkeypatch):
     if "masters" in name:
         for x, master in zip(jax.tree.leaves(got), jax.tree.leaves(read(state.master)), strict=True):
             np.testing.assert_array_equal(np.float32(x), np.float32(master.astype(jnp.bfloat16)))
+
+
+def test_a_part_stays_in_host_memory(tmp_path):
+    """And what is on disk is read to the devices of its parameter."""
+    budget, mesh = 60_000, mesh_of("minor axes")
+    params, grads = network(0, mesh, "minor axes"), network(100, mesh, "minor axes")
+    tx = jo.offload(ADAMW, min_bytes=256, disk=jo.disk(tmp_path, host_bytes=budget))
+    table = jo.placement(tx, params)
+    _, state = run(tx, params, grads)
+    arrays = [x for x in jax.tree.leaves(state) if isinstance(x, jax.Array) and x.ndim]
+    kept = [x for x in arrays if x.sharding.memory_kind == "pinned_host"]
+    assert 0 < table.host_bytes == sum(x.nbytes for x in kept) <= budget
+    assert table.disk_bytes == sum(x.dtype.itemsize * np.prod(x.shape) for x in handles(state)) > 0
+    assert all(leaf.shard_bytes < leaf.nbytes for leaf in table.leaves if leaf.disk)
+    assert_as_in_abstract_state(tx, params, state)
+    assert jo.to_device(state[0].mu["layers"]).sharding == params["layers"].sharding
+
+
+@pytest.mark.long("more kinds of parts")
+def test_leaves_that_share_a_loop_share_their_parts(tmp_path):
+    """Rows of one are three times as long as the other's: their parts are powers of two, and end together."""
+    rng, results = np.random.default_rng(0), []
+    shapes = {"a": (9, 96, 32), "b": (9, 32, 32)}
+    values = [{name: rng.standard_normal(shape, np.float32) for name, shape in shapes.items()} for _ in range(2)]
+    params, grads = jax.device_put(values, jax.devices()[0])
+    for files in (None, jo.disk(tmp_path)):
+        tx = jo.offload(optax.sgd(1e-2, momentum=0.9), min_bytes=256, window=2**15, disk=files)
+        results.append(run(tx, params, grads))
+    assert_equal(read(results[1][1]), read(results[0][1]))
+    assert_close(results[1][0], results[0][0], 1e-6)
+    assert (files.ends("[0].trace['a']"), files.ends("[0].trace['b']")) == ((2, 4, 6, 8, 9), (4, 8, 9))
+    files.close()
+
+
+def test_a_leaf_is_written_while_its_last_rows_are_not_read(disk, monkeypatch):
+    """Of seven groups, one for each layer; else all of a leaf would be in host memory."""
+    monkeypatch.setattr(by_rows, "PART_BYTES", ROW)
+    log = []
+    tx, params = jo.offload(ADAMW, min_bytes=256, select="layers", disk=disk), network()
+    step, state = step_of(tx), tx.init(params)
+    Faulty(disk.directory, lambda name, path, *_: log.append(name) if "state" in path.name else None)
+    step(params, state, network(100))
+    disk.wait()
+    assert log.count("preadv") == log.count("pwritev") == 14
+    assert log.index("pwritev") < len(log) - 1 - log[::-1].index("preadv")
+
+
+def test_the_table_says_how(disk):
+    tx = jo.offload(ADAMW, min_bytes=256, disk=disk)
+    said = str(jo.placement(tx, network()))
+    for words in (
+        "from disk in 4 parts of 2 rows, 2 leaves together",
+        "from disk in 3 parts of 64 rows, 2 leaves together",
+        "whole, 2 leaves together\n",
+    ):
+        assert words in said.replace("\n    ", " "), said
+    why = "broadcast_in_dim of a reduction over all rows"
+    for window, words in (
+        (None, f"whole, from disk as a whole: {why}"),
+        (2**12, f"whole: {why}, from disk as a whole too"),
+    ):
+        other = jo.offload(MEANS, min_bytes=256, window=window, disk=jo.disk("unused"))
+        said = str(jo.placement(other, network())).replace("\n    ", " ")
+        assert words in said, said
+
+
+# ---- resumed in another division -------------------------------------------------------------------------------------
+
+
+def at(mesh, specs="minor axes", **how):
+    """What makes parameters and gradients there."""
+    return lambda: [network(seed, mesh and mesh_of(mesh, **how), specs) for seed in (0, 100)]
+
+
+EIGHT, ALONE, FOUR = at("a mesh"), at(None), {"shape": (1, 2, 2), "devices": jax.devices()[3:7]}
+DIVISIONS = {  # where it is committed and resumed, over what the state is divided there, PART_BYTES then
+    "zero": (at("a mesh", "replicated"), at("a mesh", "replicated"), "data", 4 * ROW),
+    "another mesh": (EIGHT, at("a mesh", **FOUR), None, 2 * ROW),
+    "another mesh, whole": (EIGHT, at("a mesh", **FOUR), None, WHOLE),
+    "other specs": (EIGHT, at("a mesh", "rows"), None, 2 * ROW),
+    "one device": (EIGHT, ALONE, None, 2 * ROW),
+    "from one device": (ALONE, EIGHT, None, 2 * ROW),
+    "as before": (ALONE, ALONE, None, 2 * ROW),
+    "larger groups": (ALONE, ALONE, None, 4 * ROW),
+    "one group": (ALONE, ALONE, None, WHOLE),
+}
+
+
+@pytest.mark.parametrize("then", DIVISIONS)
+def test_a_commit_is_resumed_in_another_division(then, tmp_path, monkeypatch):
+    """Its values are the same, bit for bit, the files stay as they were made, and training goes on as it would have;
+    a second commit from there is resumed as it was at first. A new disk has the ranges of now."""
+    begun, resumed, over, part_bytes = DIVISIONS[then]
+    with contextlib.closing(jo.disk(tmp_path / "run")) as files:
+        tx, (params, grads) = jo.offload(CLIPPED, min_bytes=256, disk=files), begun()
+        params, state = run(tx, params, grads, 2)
+        files.commit(2, {"params": params, "state": state})
+        committed, ends = read((params, state)), files.ends("[1][0].mu['layers']")
+        undisturbed = read(run(tx, params, grads, 2, state))
+    monkeypatch.setattr(by_rows, "PART_BYTES", part_bytes)
+    for k, (shards, place) in enumerate([(over, resumed), (None, begun)]):
+        with (
+            contextlib.closing(jo.disk(tmp_path / "run")) as again,
+            contextlib.closing(jo.disk(tmp_path / f"{k}")) as new,
+        ):
+            tx, onto = (jo.offload(CLIPPED, min_bytes=256, shard_over=shards, disk=disk) for disk in (again, new))
+            given, grads = place()
+            tree, step = again.resume({"params": given, "state": jo.abstract_state(tx, given)})
+            params, state = tree["params"], tree["state"]
+            assert step == 2 and again.ends("[1][0].mu['layers']") == ends == (2, 4, 6, 7)
+            assert_equal(read((params, state)), committed)
+            assert shardings_in(params) == shardings_in(given)
+            assert_as_in_abstract_state(tx, given, state)
+            again.commit(2, {"params": params, "state": state})
+            params, state = run(tx, params, grads, 2, state)
+            assert_close(read((params, state)), undisturbed, 2e-5)
+            if place is begun and shards is None:
+                assert_equal(read((params, state)), undisturbed)
+            assert_equal(read(jo.to_host(onto, state, params)), read(state))
+            assert len(new.ends("[1][0].mu['layers']")) == {2 * ROW: 4, 4 * ROW: 2, WHOLE: 1}[part_bytes]
+
+
+def test_a_step_on_other_devices_than_the_state(disk):
+    params, grads = at("a mesh", shape=(1, 2, 2), devices=jax.devices()[:4])()
+    tx = jo.offload(CLIPPED, min_bytes=256, disk=disk)
+    state = tx.init(params)
+    elsewhere, grads = at("a mesh", shape=(1, 2, 2), devices=jax.devices()[4:])()
+    arrays = NamedSharding(elsewhere["odd"].sharding.mesh, P())
+    state = jax.tree.map(lambda x: jax.device_put(x, arrays) if isinstance(x, jax.Array) else x, state)
+    with pytest.raises(ValueError, match=r"disk: the state is on .*, and the step runs on .* Fix: disk\.resume"):
+        step_of(tx)(elsewhere, state, grads)

@@ -15,10 +15,10 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_offload as jo
-from jax_offload._base.on_disk import is_on_disk
 from jax_offload._drive import stages
 from jax_offload._plan import transfers as by_rows
-from tests.disk.faulty import Faulty, no_fault
+from tests.disk.faulty import Faulty
+from tests.support.trees import is_on_disk
 
 INNER = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-2))
 WITH_MASTERS = jo.with_master_params(optax.adamw(1e-2))  # of parameters in two bytes a state in twelve
@@ -66,8 +66,9 @@ def train(disk, width, layers, steps, devices=1, commits=True, kill_at=None):
         params, state, _ = step(params, state, batch(k, width))
         if commits and disk.commit(k + 1, {"params": params, "state": state}):
             print(k + 1, flush=True)
-            if kill_at is not None and disk.files.fault is no_fault:
-                disk.files.fault = killed_at(kill_at)
+            if kill_at is not None:
+                Faulty(disk.directory, killed_at(kill_at))
+                kill_at = None
     return params, state
 
 
@@ -145,5 +146,4 @@ if __name__ == "__main__":
         sys.exit()
     in_parts()
     files = jo.disk(folder, host_bytes=host_bytes, commit_every=2)
-    files.files = Faulty()
     train(files, *sizes[:4], kill_at=sizes[4])
