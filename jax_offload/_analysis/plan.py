@@ -278,6 +278,8 @@ class _Rows:
         share = 1 - (usable - whole.peak + (whole.window or 0)) / whole.host
         for _ in range(TRIES):
             share = max(math.ceil(100 * share), 1) / 100
+            if share >= 1:
+                break
             moved = sizes_of(offload(self.inner, **{**options, "fraction": share}), self.params, "jax.jit")["host"]
             share = max(share, math.ceil(100 * moved / whole.host) / 100)
             row = self.row("fraction", {**options, "fraction": share}, run) if share < 1 else []
