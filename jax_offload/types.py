@@ -10,7 +10,7 @@ from jax_offload._disk.disk import Disk as Disk
 from jax_offload._interop.pipelined import Pipelined as Pipelined
 from jax_offload._placement.placement import Leaf as Leaf
 from jax_offload._precision.storage import StoredState as StoredState
-from jax_offload._report.printed import Placement as Placement
+from jax_offload._report.report import Placement as Placement
 
 __all__ = [
     "Chip",

@@ -173,34 +173,33 @@ class Plan:
 
     def judged(self, row: Row) -> Row:
         """Complete a row with the time that its transfers add, by the model of time, and with whether it fits."""
-        row = row if row.added is not None else self._timed(row)
-        if row.overhead is None and row.added is not None and self.compute:
-            row = dataclasses.replace(row, overhead=row.added / self.compute)
+        link, added = self._seconds(row) if row.added is None else (row.link, row.added)
+        share = added / self.compute if row.overhead is None and added is not None and self.compute else row.overhead
+        row = dataclasses.replace(row, link=link, added=added, overhead=share)
         if row.fits is False or self.usable is None:  # or the compiler says so
             return row
-        row = dataclasses.replace(row, room=(room := self.usable - row.peak))
-        over = self._over_on_the_host(row)
+        room, over = self.usable - row.peak, self._over_on_the_host(row)
+        fits, why = None if row.missing else True, _condition(row, room)
         if room < 0 or over > 0:
-            why = f"{in_bytes(-room)} over" if room < 0 else f"host: {in_bytes(over)} over"
-            return dataclasses.replace(row, fits=False, why=why)
-        return dataclasses.replace(row, fits=None if row.missing else True, why=_condition(row, room))
+            fits, why = False, f"{in_bytes(-room)} over" if room < 0 else f"host: {in_bytes(over)} over"
+        return dataclasses.replace(row, room=room, fits=fits, why=why)
 
-    def _timed(self, row: Row) -> Row:
+    def _seconds(self, row: Row) -> tuple[float | None, float | None]:
+        """Return the seconds that a row's transfers take alone, and those that they add to a step."""
+        chip = self.chip
         if not row.disk and not row.stored:
-            return dataclasses.replace(row, added=0.0, link=None if self.chip is None else 0.0)
-        if self.chip is None or row.disk or row.loaded is None:
-            return row
-        pipelined = "jo.pipelined" in row.code
-        if row.waits and not row.on_cores and not pipelined:  # one way follows the other
-            moved = link_time(self.chip, row.loaded, 0) + link_time(self.chip, 0, row.stored)
-            return dataclasses.replace(row, link=moved, added=moved)
-        moved = link_time(self.chip, row.loaded, row.stored)
+            return None if chip is None else 0.0, 0.0
+        if chip is None or row.disk or row.loaded is None:
+            return None, None
+        link, pipelined = link_time(chip, row.loaded, row.stored), "jo.pipelined" in row.code
         if row.on_cores:
             # They read and write the state once, and what goes up and comes down, as the link does as well.
-            crossed, speed = 2 * (row.on_cores + row.loaded + row.stored), self.chip.dram_bandwidth
-            return dataclasses.replace(row, link=moved, added=None if speed is None else max(moved, crossed / speed))
-        hidden = (FORWARD if pipelined else BACKWARD) * (self.compute or 0.0)
-        return dataclasses.replace(row, link=moved, added=max(0.0, moved - hidden))
+            crossed = 2 * (row.on_cores + row.loaded + row.stored)
+            return link, None if chip.dram_bandwidth is None else max(link, crossed / chip.dram_bandwidth)
+        if row.waits and not pipelined:  # one way follows the other
+            link = link_time(chip, row.loaded, 0) + link_time(chip, 0, row.stored)
+            return link, link
+        return link, max(0.0, link - (FORWARD if pipelined else BACKWARD) * (self.compute or 0.0))
 
     def _over_on_the_host(self, row: Row) -> int:
         """Return the bytes by which a row exceeds the host's memory less its headroom, or 0."""

@@ -27,6 +27,7 @@ _TPU_KINDS = {"v5 lite": "v5e", "v5": "v5p", "v6 lite": "v6e"}  # as jax has the
 # Suffixes of the card that the figures describe, as opposed to PCIe, NVL, a MIG slice, or another memory.
 _SAME_CARD = re.compile(r"sxm\d*|hbm\w*|80gb|141gb|480gb")
 _NEEDED = ("hbm_bytes", "flops", "hbm_bandwidth", "host_link", "dram_bytes")
+_FIGURES = (*_NEEDED, "host_link_both", "interconnect", "dram_bandwidth")
 
 FRACTION, OTHER_NAME, BY_DEFAULT = "XLA_PYTHON_CLIENT_MEM_FRACTION", "XLA_CLIENT_MEM_FRACTION", 0.75
 BOTH_WAYS = 1.49  # speed of both ways of a link at once, in times of one way alone: as measured on an H100
@@ -250,35 +251,24 @@ def _parsed(name: str, table: Mapping[str, Any], where: str) -> Chip:
         raise ValueError(f"chip: {where} has {', '.join(sorted(unknown))}; a chip has {', '.join(fields)}.")
     if missing := [key for key in _NEEDED if key not in table]:
         raise ValueError(f'chip: {where} lacks {", ".join(missing)}. Add them, or a line like = "h100".')
-    for key in (*_NEEDED, "host_link_both", "interconnect", "dram_bandwidth"):
+    for key in _FIGURES:
         value = 1 if (value := table.get(key)) is None else value
         if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
             raise ValueError(f"chip: {key} in {where} is {value!r}; expected a number above 0, in bytes or per second.")
     platform = table.get("platform", "cuda")
     if platform not in _PLATFORMS:
         raise ValueError(f"chip: platform in {where} is {platform!r}; expected one of {', '.join(_PLATFORMS)}.")
-    flops, one_way = float(table["flops"]), float(table["host_link"])
-    interconnect = float(table.get("interconnect", one_way))
+    figures: dict[str, Any] = {"interconnect": table["host_link"], "host_link_both": BOTH_WAYS * table["host_link"]}
+    figures |= {key: table[key] for key in _FIGURES if table.get(key) is not None}
+    figures = {key: int(x) if key.endswith("_bytes") else float(x) for key, x in figures.items()}
     # If a file does not say what programs reach, they reach the same shares as on the known chips.
-    assumed = {"bf16": flops * 2 / 3, "f32": flops / 3, "hbm": table["hbm_bandwidth"] * 5 / 6}
-    assumed["interconnect"] = interconnect * 7 / 9
-    reached = assumed | dict(table.get("reached", {}))
-    if unknown := reached.keys() - assumed.keys():
-        raise ValueError(f"chip: reached in {where} has {', '.join(sorted(unknown))}; expected {', '.join(assumed)}.")
-    return Chip(
-        name=name,
-        platform=platform,
-        hbm_bytes=int(table["hbm_bytes"]),
-        flops=flops,
-        hbm_bandwidth=float(table["hbm_bandwidth"]),
-        host_link=one_way,
-        host_link_both=float(table.get("host_link_both", BOTH_WAYS * one_way)),
-        interconnect=interconnect,
-        dram_bytes=int(table["dram_bytes"]),
-        dram_bandwidth=None if table.get("dram_bandwidth") is None else float(table["dram_bandwidth"]),
-        reached=Reached(**{key: float(value) for key, value in reached.items()}),
-        sources=dict(table.get("sources", {})),
-    )
+    reached = {"bf16": figures["flops"] * 2 / 3, "f32": figures["flops"] / 3, "hbm": figures["hbm_bandwidth"] * 5 / 6}
+    reached["interconnect"] = figures["interconnect"] * 7 / 9
+    given = dict(table.get("reached", {}))
+    if unknown := given.keys() - reached.keys():
+        raise ValueError(f"chip: reached in {where} has {', '.join(sorted(unknown))}; expected {', '.join(reached)}.")
+    speeds = Reached(**{key: float(x) for key, x in (reached | given).items()})
+    return Chip(name=name, platform=platform, reached=speeds, sources=dict(table.get("sources", {})), **figures)
 
 
 # -- measured

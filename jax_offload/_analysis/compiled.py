@@ -24,7 +24,7 @@ from jax_offload._analysis.hlo import Module
 from jax_offload._analysis.targets import Target, check_installed, compile_for, target_of
 from jax_offload._base.around import described
 from jax_offload._base.arrays import is_traced
-from jax_offload._base.memory import DEVICE_KIND, HOST_KIND, in_its_memory, is_host_aval
+from jax_offload._base.memory import HOST_KIND, in_its_memory, is_host_aval
 from jax_offload._base.on_disk import TOKEN, OnDisk, Place, is_on_disk
 from jax_offload._base.private import options_of
 from jax_offload._base.shardings import sharding_of
@@ -302,9 +302,6 @@ def _first_program(step: Jitted, given: tuple[Any, Any], whole: Any, to: Target 
     if (given := on_files(as_given := given, whole.jaxpr)) is not as_given:
         whole = step.trace(*given[0], **given[1])
     leaves = [x for x in jax.tree.leaves(given) if is_traced(x)]
-    place = next((s for x in leaves if (s := sharding_of(x)) is not None), None)
-    device = next(iter((place or SingleDeviceSharding(jax.devices()[0])).device_set))
-    here, there = (SingleDeviceSharding(device, memory_kind=kind) for kind in (DEVICE_KIND, HOST_KIND))
     driven = Driven(whole.jaxpr, leaves, donated, {}, {}, segments=False)
     task, program, of_step = driven.first
     at = {v: k for k, v in enumerate(of_step.arguments)}
@@ -318,9 +315,7 @@ def _first_program(step: Jitted, given: tuple[Any, Any], whole: Any, to: Target 
         values = donated | rest
         return list(program(*(values[names[at[v]]] if v in at else of_step.consts[v] for v in task.inputs)))
 
-    hosted = [is_host_aval(v.aval) for v in task.outputs] + [True for _ in task.down]
-    out = [there if host else here for host in hosted]
-    first = jax.jit(before, donate_argnums=0, out_shardings=out).trace(*handed)
+    first = jax.jit(before, donate_argnums=0, out_shardings=driven.result_places(task)).trace(*handed)
     found = _lowered(first, (handed, {}), to, _given(first), sends=True)
     arrays = filter(is_traced, jax.tree.leaves(given, is_leaf=is_on_disk))
     others = [x for k, x in enumerate(arrays) if k not in taken]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import inspect as signatures
-import itertools
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -23,13 +22,12 @@ from jax_offload._analysis.chips import chip as chip_of
 from jax_offload._analysis.inspection import inspect
 from jax_offload._analysis.targets import target_of
 from jax_offload._analysis.timeline import compute_time
-from jax_offload._analysis.units import bytes_of, count_of
 from jax_offload._base.around import described, shardings_of
 from jax_offload._base.arrays import Offloaded, nbytes
 from jax_offload._base.jaxprs import Var
 from jax_offload._base.paths import key_of
 from jax_offload._base.shardings import names_in, sharding_of, shards_of
-from jax_offload._base.text import in_bytes
+from jax_offload._base.text import bytes_of, count_of, in_bytes
 from jax_offload._disk.option import disk as disk_option
 from jax_offload._emit.find import updates_in
 from jax_offload._emit.region import Moved, Update
@@ -38,8 +36,6 @@ from jax_offload._interop.pipelined import pipelined
 from jax_offload._ir.propagate import NEEDS
 from jax_offload._offload import offload
 from jax_offload._placement.arguments import check_inner, check_params
-from jax_offload._placement.placement import unmanaged
-from jax_offload._plan.plan import Planned
 from jax_offload._report.callables import replaced, unwrapped
 from jax_offload._report.report import trace_of
 from jax_offload._state.state import abstract_state, placed_leaves
@@ -171,8 +167,7 @@ def plan(
     )
     inner, given = _inner_of(tx)
     rows = _Rows(inner, params, setting, made)
-    around = None if isinstance(tx, Offloaded) else placed_leaves(inner, params)[0]
-    if around is not None and any(leaf.why != (own := unmanaged(aval).why) and own for leaf, aval, _ in around):
+    if not isinstance(tx, Offloaded) and any(leaf.host or leaf.disk for leaf, _, _ in placed_leaves(tx, params)[0]):
         found = [rows.judged("as given", tx, "tx unchanged", "jo.jit")]
         rows.notes.append("an offload inside of a chain: for other rows give jo.offload(the whole chain)")
     else:
@@ -277,23 +272,20 @@ class _Rows:
     def _smallest_fraction(self, whole: Row, options: Mapping[str, Any], run: str) -> list[Row]:
         """Return the row of the smallest fraction that fits, to 0.01; none if a part of the sum is not known."""
         usable = self.setting.usable
-        if usable is None or whole.missing or whole.peak > usable:
+        if usable is None or whole.missing or whole.peak > usable or not whole.host:
             return []
-        leaves = [leaf for leaf, _, _ in placed_leaves(offload(self.inner, **options), self.params)[0]]
-        moving = sorted((leaf for leaf in leaves if leaf.host or leaf.disk), key=lambda leaf: leaf.rank)
-        room, lowest = usable - (whole.peak - whole.state - (whole.window or 0)), 0.0
-        every = sum(leaf.shard_bytes for leaf in leaves)
-        for _ in range(TRIES):  # so many leaves have to move; then the window takes room too
-            moved = itertools.accumulate((leaf.shard_bytes for leaf in moving), initial=0)
-            count = next((k for k, nbytes in enumerate(moved) if every - nbytes <= room), len(moving))
-            share = sum(leaf.nbytes for leaf in moving[:count]) / max(1, sum(leaf.nbytes for leaf in moving))
-            share = math.ceil(100 * max(share, lowest)) / 100
-            row = self.row("fraction", {**options, "fraction": share}, run) if 0 < share < 1 else []
-            if not row or row[0].host >= whole.host:
+        # Without a window so much would have to move; then whole leaves move, and the window takes room too.
+        share = 1 - (usable - whole.peak + (whole.window or 0)) / whole.host
+        for _ in range(TRIES):
+            share = max(math.ceil(100 * share), 1) / 100
+            if share >= 1:
                 break
-            if (over := row[0].peak - usable) <= 0:
+            moved = sizes_of(offload(self.inner, **{**options, "fraction": share}), self.params, "jax.jit")["host"]
+            share = max(share, math.ceil(100 * moved / whole.host) / 100)
+            row = self.row("fraction", {**options, "fraction": share}, run) if share < 1 else []
+            if not row or (over := row[0].peak - usable) <= 0:
                 return row
-            room, lowest = room - over, share + 0.01
+            share += over / whole.host
         return []
 
 
@@ -348,17 +340,12 @@ class Steps:
         left = found.peak - row.parameters - row.state
         window = min(row.window or 0, left)
         gradients = min(found.parts.get("gradients", 0), left - window)
-        row = dataclasses.replace(
-            row, compiled=self.target, window=window, gradients=gradients, activations=left - window - gradients,
-            host=max(row.host, found.host),
-        )  # fmt: skip
-        time = found.timeline
-        if time is None or found.program:  # one of several programs, and time is theirs together
-            return row
-        share = time.exposed / time.compute if time.compute else None
-        return dataclasses.replace(
-            row, loaded=found.loaded, stored=found.stored, added=time.exposed, overhead=share, link=time.link
-        )
+        figures: dict[str, Any] = {"window": window, "gradients": gradients, "activations": left - window - gradients}
+        figures |= {"compiled": self.target, "host": max(row.host, found.host)}
+        if (time := found.timeline) is not None and not found.program:  # of several programs this is only the first
+            figures |= {"loaded": found.loaded, "stored": found.stored, "link": time.link, "added": time.exposed}
+            figures["overhead"] = time.exposed / time.compute if time.compute else None
+        return dataclasses.replace(row, **figures)
 
     def _made(self, tx: Any, name: str) -> tuple[Any, tuple[Any, ...]]:
         """Return a step for one row, and its arguments."""
@@ -402,44 +389,41 @@ def sizes_of(tx: Any, params: Any, run: str) -> dict[str, Any]:
     """Return the sizes of ``tx`` on these parameters, in a step of ``run``: the fields of a ``Row``, ``state`` to
     ``waits``. Under ``jax.jit`` nothing streams."""
     leaves = [leaf for leaf, _, _ in placed_leaves(tx, params)[0]]
-    trace = None
-    if run != "jax.jit":
-        with described(params):
-            trace, _ = trace_of(lambda p, s: update_params(tx, p, s, p), params, abstract_state(tx, params))
-    updates = [] if trace is None else [each.update for each in updates_in(trace)]
-    planned = [p for update in updates for p in update.planned if not p.on_cores]
-    loaded: int | None = sum(p.slice.loaded_bytes for p in planned)
-    # A leaf that a norm of the state reads first is loaded twice, unless a scan of the step holds both updates.
-    if run == "jo.jit" and max(Counter(v for p in planned for v in p.slice.loads).values(), default=1) > 1:
-        loaded = None
-    disk = sum(leaf.shard_bytes for leaf in leaves if leaf.disk)
     # The cores read gradients and parameters, and send new parameters up, as ``jax_offload.update_params`` has it.
     owners = {leaf.owner for leaf in leaves if leaf.on_cores}
     up = sum(own_bytes(x) for k, x in enumerate(jax.tree.leaves(params)) if k in owners)
-    down = 2 * up
-    return {
+    sizes = {
         "state": sum(leaf.shard_bytes for leaf in leaves if not leaf.host and not leaf.disk),
-        "window": 0 if run == "jax.jit" else None if trace is None or disk else _window(planned),
-        "host": sum(leaf.shard_bytes for leaf in leaves if leaf.host) + down,
-        "disk": disk,
-        "loaded": None if loaded is None else loaded + up,
-        "stored": sum(map(_stored, updates)) + down,
+        "host": sum(leaf.shard_bytes for leaf in leaves if leaf.host) + 2 * up,
+        "disk": sum(leaf.shard_bytes for leaf in leaves if leaf.disk),
         "on_cores": sum(leaf.shard_bytes for leaf in leaves if leaf.on_cores),
-        "waits": any(isinstance(u, Update) and _waits_for_all(u) for u in updates),
+    }
+    if run == "jax.jit":
+        return sizes | {"window": 0, "loaded": 0, "stored": 0, "waits": False}
+    with described(params):
+        trace, _ = trace_of(lambda p, s: update_params(tx, p, s, p), params, abstract_state(tx, params))
+    if trace is None:  # its update needs arguments that only a step has
+        return sizes | {"window": None, "loaded": None, "stored": sizes["host"] + sizes["disk"], "waits": False}
+    updates = [each.update for each in updates_in(trace)]
+    planned = [p for update in updates for p in update.planned if not p.on_cores]
+    loads = Counter(v for p in planned for v in p.slice.loads)
+    # A leaf that a norm of the state reads first is loaded twice, unless a scan of the step holds both updates.
+    doubtful = run == "jo.jit" and max(loads.values(), default=1) > 1
+    loaded = sum(p.slice.loaded_bytes for p in planned)
+    at_once: dict[int, int] = {}
+    for p in planned:
+        at_once[id(p.window)] = max(at_once.get(id(p.window), 0), p.window.nbytes, p.bytes_at_once)
+    return sizes | {
+        "window": None if sizes["disk"] else min(sum(at_once.values()), loaded),
+        "loaded": None if doubtful else loaded + up,
+        "stored": sum(map(_stored, updates)) + 2 * up,
+        "waits": any(isinstance(update, Update) and _waits_for_all(update) for update in updates),
     }
 
 
 def own_bytes(x: Any) -> int:
     """Return the bytes of an array on one device."""
     return nbytes(x) // math.prod(shards_of(sharding_of(x), np.shape(x)))
-
-
-def _window(planned: Sequence[Planned]) -> int:
-    """Return the bytes of host leaves on the device at a time: each window, or all that streams if that is less."""
-    at_once: dict[int, int] = {}
-    for p in planned:
-        at_once[id(p.window)] = max(at_once.get(id(p.window), 0), p.window.nbytes, p.bytes_at_once)
-    return min(sum(at_once.values()), sum(p.slice.loaded_bytes for p in planned))
 
 
 def _stored(update: Update | Moved) -> int:
@@ -451,7 +435,7 @@ def _stored(update: Update | Moved) -> int:
 
 
 def _waits_for_all(update: Update) -> bool:
-    """Return whether a number made of gradients goes into a slice: their norm, or whether all of them are finite."""
+    """Return whether gradients make a number that a slice needs: their norm, or whether all of them are finite."""
     if len(update.passes) != 1:
         return len(update.passes) > 1
     (only,) = update.passes

@@ -97,29 +97,24 @@ def _described(target: Target, name: str, **kwargs: Any) -> Any:
     The plugin is then initialized once more. A plugin that cannot describe a chip at all fails in the same way.
     """
     prepare()
-    try:
-        return topologies.get_topology_desc(platform=target.platform, topology_name=name, **kwargs)
-    except NotImplementedError as error:
-        if target.platform != "cuda":
-            raise _cannot_describe(target, error) from error
-    except jax.errors.JaxRuntimeError as error:
-        kind, _, topology = name.partition(":")
-        raise ValueError(
-            f"target: {kind} has no topology {topology!r}: {str(error).splitlines()[0]}. Known: "
-            f"{_TPUS.get(kind, 'none')} and larger ones."
-        ) from error
-    try:
-        importlib.import_module(_CUDA_PLUGIN).initialize()
-        return topologies.get_topology_desc(platform=target.platform, topology_name=name, **kwargs)
-    except (NotImplementedError, ImportError) as error:
-        raise _cannot_describe(target, error) from error
-
-
-def _cannot_describe(target: Target, error: Exception) -> ValueError:
-    return ValueError(
-        f"target: jax's plugin that compiles for {target.name} cannot describe a chip that is not there ({error}). "
-        f"Its version has to be jax's own: pip install --upgrade 'jax_offload[aot]' 'jax=={jax.__version__}'."
-    )
+    for again in (False, True):
+        try:
+            if again:
+                importlib.import_module(_CUDA_PLUGIN).initialize()
+            return topologies.get_topology_desc(platform=target.platform, topology_name=name, **kwargs)
+        except (NotImplementedError, ImportError) as error:
+            if again or target.platform != "cuda":
+                raise ValueError(
+                    f"target: jax's plugin that compiles for {target.name} cannot describe a chip that is not there "
+                    f"({error}). Its version has to be jax's own: pip install --upgrade 'jax_offload[aot]' "
+                    f"'jax=={jax.__version__}'."
+                ) from error
+        except jax.errors.JaxRuntimeError as error:
+            kind, _, topology = name.partition(":")
+            raise ValueError(
+                f"target: {kind} has no topology {topology!r}: {str(error).splitlines()[0]}. Known: "
+                f"{_TPUS.get(kind, 'none')} and larger ones."
+            ) from error
 
 
 @functools.cache

@@ -177,7 +177,7 @@ class Driven:
     def _program(self, task: Task) -> Callable[..., Sequence[Any]]:
         """Make the program of a task; tasks that do the same share it."""
         jaxpr, made = task.jaxpr, [*task.outputs, *task.down]
-        places = [*map(self._result_place, task.outputs), *(None for _ in task.down)]
+        places = self.result_places(task)
         shared = task.name in (BEFORE, GROUP) or task.on_cores
         what = structure(jaxpr, self._key_of) if shared else id(task)
         turns = [made.index(v) for v in self._step.in_turn if v in made] if task.name == BEFORE else []
@@ -197,12 +197,14 @@ class Driven:
         self._compiled[key] = cores.program(jaxpr) if task.on_cores else on_device
         return self._compiled[key]
 
-    def _result_place(self, v: Var) -> Sharding | None:
-        """Return the sharding of the value whose next value this is, if it is divided."""
-        place = self._places.get(v)
-        if not isinstance(place, NamedSharding):
-            return None
-        return with_kind(place, HOST_KIND if is_host_aval(v.aval) else DEVICE_KIND)
+    def result_places(self, task: Task) -> list[Sharding | None]:
+        """Return the shardings of a program's results: that of the value whose next value a result is, if divided."""
+        places = [(v, self._places.get(v)) for v in task.outputs]
+        found = [
+            with_kind(s, HOST_KIND if is_host_aval(v.aval) else DEVICE_KIND) if isinstance(s, NamedSharding) else None
+            for v, s in places
+        ]
+        return [*found, *(None for _ in task.down)]
 
     def _writable(self, tasks: Sequence[Task]) -> set[Var]:
         """Return the donated leaves in host memory that the cores may overwrite: at most one task beside the first

@@ -23,11 +23,6 @@ _HINT = (
 )
 
 
-def is_jit(step: Any) -> bool:
-    """Whether a step is what ``jax.jit`` or ``jax_offload.jit`` returned."""
-    return isinstance(step, _JIT) or hasattr(step, "whole_step")
-
-
 def opened(step: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
     """Return a step without the partials and bound methods around it, and its arguments with those that they add."""
     kwargs = dict(kwargs)
@@ -48,43 +43,30 @@ def unwrapped(step: Any) -> Callable[..., Any]:
     return step.__wrapped__ if hasattr(step, "lower") and hasattr(step, "__wrapped__") else step
 
 
-def pure(step: Callable[..., Any]) -> Callable[..., Any]:
-    """Turn the step into a function that also returns the arrays that it changes in place.
-
-    The function returns the step's result where that is made of arrays and no argument has changed; else a pair of
-    lists: the arrays in the result, and the arrays in the arguments that have changed.
-    """
-
-    @functools.wraps(step, updated=())
-    def call(*args: Any, **kwargs: Any) -> Any:
-        given = jax.tree.leaves((args, kwargs))
-        result = step(*args, **kwargs)
-        changed = [new for old, new in zip(given, jax.tree.leaves((args, kwargs)), strict=True) if new is not old]
-        if not changed and all(map(is_traced, jax.tree.leaves(result))):
-            return result
-        return [x for x in jax.tree.leaves(result) if is_traced(x)], changed
-
-    return call
-
-
 def jitted(
     step: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> tuple[Any, tuple[Any, ...], Mapping[str, Any]]:
-    """A step with the methods ``trace`` and ``lower``, and the arguments that these take.
+    """Return a step with the methods ``trace`` and ``lower``, and the arguments that these take.
 
     A function from ``jax.jit`` or ``jax_offload.jit`` stays unchanged. Any other callable is jitted: arguments that are
-    not arrays are static, and an argument is donated if a ``jit`` inside donates all of it.
+    not arrays are static, and an argument is donated if a ``jit`` inside donates all of it. The function returns the
+    step's result if that is made of arrays and no argument has changed; else a pair of lists: the arrays in the result,
+    and the arrays in the arguments that have changed in place.
     """
-    if is_jit(step):
+    if isinstance(step, _JIT) or hasattr(step, "whole_step"):
         return step, args, kwargs
     leaves, treedef = jax.tree.flatten((args, dict(kwargs)))
-    call = pure(step)
 
     @functools.wraps(step, updated=())
     def of_arrays(*args: Any, **kwargs: Any) -> Any:
         arrays = iter(jax.tree.leaves((args, kwargs)))
         args, kwargs = jax.tree.unflatten(treedef, [next(arrays) if is_traced(x) else x for x in leaves])
-        return call(*args, **kwargs)
+        given = jax.tree.leaves((args, kwargs))
+        results = jax.tree.leaves(result := step(*args, **kwargs))
+        changed = [new for old, new in zip(given, jax.tree.leaves((args, kwargs)), strict=True) if new is not old]
+        if not changed and all(map(is_traced, results)):
+            return result
+        return [x for x in results if is_traced(x)], changed
 
     args, kwargs = jax.tree.unflatten(treedef, [x if is_traced(x) else None for x in leaves])
     try:

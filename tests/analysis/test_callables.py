@@ -171,8 +171,16 @@ def test_any_callable(name):
     assert donated or name in ("method", "partial")
     table = words(jo.placement(step, params, state, x))
     assert "whole, 2 leaves together" in table and "not loaded" not in table
+    assert "[1][0].{mu,nu}['w']" in table  # the state is the second argument of the call
     with pytest.raises(ValueError, match=r"state\[0\].mu\['w'\]: belongs in host memory and arrives on the device"):
         jo.verify(step, params, jo.to_device(state), x)
+
+
+def test_a_state_that_a_method_or_a_partial_holds():
+    params, x = on_device({"w": jnp.ones((128, 128))}), jnp.ones((8, 128))
+    held = functools.partial(Trainer().written, params, ADAMW.init(params))
+    paths = {leaf.path for leaf in jo.placement(held, x).leaves}
+    assert paths == {f"bound[2][0].{m}['w']" for m in ("mu", "nu")}
 
 
 def test_what_cannot_be_traced_says_what_to_pass():

@@ -10,7 +10,8 @@ import optax
 import pytest
 
 import jax_offload as jo
-from jax_offload._analysis import chips, doctor
+from jax_offload._analysis import chips
+from jax_offload._analysis import cli as doctor
 from tests.analysis.test_cli import run
 
 GIB = 2**30
@@ -36,8 +37,8 @@ def test_the_doctor():
     assert "verdict: this machine can offload; mind: devices" in run("doctor").stdout
 
 
-def device(kinds=("device", "pinned_host"), platform="gpu", limit=60 * GIB):
-    """What the doctor asks of one."""
+def device(kinds=("device",), platform="gpu", limit=60 * GIB):
+    """What the doctor asks of one; by default it has no pinned host memory, so that the doctor goes no further."""
     memories = [SimpleNamespace(kind=kind) for kind in kinds]
     stats = {"bytes_limit": limit} if limit else None
     return SimpleNamespace(
@@ -45,67 +46,59 @@ def device(kinds=("device", "pinned_host"), platform="gpu", limit=60 * GIB):
     )
 
 
-def said(check):
-    return check.name, check.kind, check.says, check.next
+def kernel(root, available=None, limit=None, used=0, cache=0):
+    """Write the kernel's files, which the doctor reads: what is available, and what the cgroup has and uses."""
+    group = root / "sys/fs/cgroup/job"
+    for folder in (root / "proc/self", group):
+        folder.mkdir(parents=True)
+    (root / "proc/meminfo").write_text(f"MemTotal: 1 kB\nMemAvailable: {available // 1024} kB\n" if available else "")
+    (root / "proc/self/cgroup").write_text("0::/job\n")
+    (group / "memory.max").write_text("max" if limit is None else str(limit))
+    (group / "memory.current").write_text(str(used))
+    (group / "memory.stat").write_text(f"anon 1\ninactive_file {cache}\n")
 
 
-def test_the_doctor_s_devices(monkeypatch):
-    monkeypatch.setattr(jax, "local_device_count", lambda: 2)
-    assert said(doctor._devices(device())) == ("devices", "ok", "2 × X, platform gpu, 60.0 GiB each for jax", "")
-    assert doctor._devices(device(limit=None)).says == "2 × X, platform gpu"
+POOL = "64.0 GiB in a process (XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB)"
+MORE = "set XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB to what the state needs and a third more, before jax starts"
 
 
-def test_the_doctor_s_memories():
+@pytest.mark.parametrize(
+    ("given", "files", "devices", "host", "pool"),
+    [
+        (  # what caches files is given back, and the pool has more than the cgroup leaves
+            {}, {"available": 200 * GIB, "limit": 64 * GIB, "used": 50 * GIB, "cache": 16 * GIB},
+            "2 × X, platform gpu, 60.0 GiB each for jax", ("ok", "200 GiB available, 30.0 GiB left by the cgroup"),
+            ("ok", POOL, ""),
+        ),
+        (  # on a GPU XLA pins no more than the pool has; more than twice of it are there, and are not used
+            {"limit": None}, {"available": 200 * GIB}, "2 × X, platform gpu", ("ok", "200 GiB available"),
+            ("note", f"{POOL}, of 200 GiB that are there", MORE),
+        ),
+        (
+            {"platform": "tpu"}, {}, "2 × X, platform tpu, 60.0 GiB each for jax", ("note", "not known"),
+            ("ok", f"no limit of XLA's on this platform; on a GPU {POOL}", ""),
+        ),
+    ],
+    ids=["gpu", "more memory than the pool", "tpu"],
+)  # fmt: skip
+def test_what_the_doctor_says_of_a_machine(given, files, devices, host, pool, monkeypatch, tmp_path):
     """A device without pinned host memory is what nothing helps with but another jax."""
-    assert said(doctor._kinds(device())) == ("memories", "ok", "device, pinned_host", "")
-    assert said(doctor._kinds(device(("device", "unpinned_host")))) == (
-        "memories", "bad", "device, unpinned_host: no pinned_host", "use a jax with pinned_host memory: 0.10 on"
-    )  # fmt: skip
-
-
-@pytest.fixture
-def files(monkeypatch, tmp_path):
-    """Writes the kernel's files, which the doctor reads: what is available, and what the cgroup has and uses."""
-
-    def write(available=None, limit=None, used=0, cache=0):
-        group = tmp_path / "sys/fs/cgroup/job"
-        for folder in (tmp_path / "proc/self", group):
-            folder.mkdir(parents=True, exist_ok=True)
-        kernel = f"MemTotal: 1 kB\nMemAvailable: {available // 1024} kB\n" if available else ""
-        (tmp_path / "proc/meminfo").write_text(kernel)
-        (tmp_path / "proc/self/cgroup").write_text("0::/job\n")
-        (group / "memory.max").write_text("max" if limit is None else str(limit))
-        (group / "memory.current").write_text(str(used))
-        (group / "memory.stat").write_text(f"anon 1\ninactive_file {cache}\n")
-
+    kernel(tmp_path, **files)
     real = chips.host_memory
     monkeypatch.setattr(doctor, "host_memory", lambda: real(tmp_path))
-    return write
-
-
-def test_the_doctor_s_host_memory(files):
-    """What the kernel has, and what the cgroup leaves of it: what caches files is given back."""
-    files(200 * GIB, 64 * GIB, used=50 * GIB, cache=16 * GIB)
-    assert said(doctor._host_memory()) == ("host memory", "ok", "200 GiB available, 30.0 GiB left by the cgroup", "")
-    files(200 * GIB)
-    assert doctor._host_memory().says == "200 GiB available"
-    files()
-    assert said(doctor._host_memory()) == ("host memory", "note", "not known", "")
-
-
-def test_the_doctor_s_pool(files):
-    """On a GPU XLA pins no more than the pool has; more than twice of it are there, and are not used."""
-    files(200 * GIB)
-    variable, small = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", doctor._pool(device())
-    assert said(small) == (
-        "pinned pool", "note", f"64.0 GiB in a process ({variable}), of 200 GiB that are there",
-        f"set {variable} to what the state needs and a third more, before jax starts",
-    )  # fmt: skip
-    report = doctor.Report((doctor._kinds(device()), small)).to_dict()
-    assert (report["verdict"], report["next_step"]) == ("this machine can offload; mind: pinned pool", small.next)
-    assert "no limit of XLA's on this platform" in doctor._pool(device(platform="tpu")).says
-    files(200 * GIB, 128 * GIB)  # the cgroup leaves no more
-    assert doctor._pool(device()).kind == "ok"
+    monkeypatch.setattr(jax, "local_devices", lambda: [device(("device", "unpinned_host"), **given)])
+    monkeypatch.setattr(jax, "local_device_count", lambda: 2)
+    done = run("doctor", "--json")
+    checks = {
+        check["name"]: (check["kind"], check["says"], check["next"]) for check in json.loads(done.stdout)["checks"]
+    }
+    del checks["versions"]
+    assert done.exit_code == 7 and checks == {
+        "devices": ("ok", devices, ""),
+        "memories": ("bad", "device, unpinned_host: no pinned_host", "use a jax with pinned_host memory: 0.10 on"),
+        "host memory": (*host, ""),
+        "pinned pool": pool,
+    }
 
 
 def test_the_doctor_goes_no_further_where_nothing_can_work(monkeypatch):
@@ -113,10 +106,10 @@ def test_the_doctor_goes_no_further_where_nothing_can_work(monkeypatch):
     ran = []
     monkeypatch.setattr(doctor, "_link", ran.append)
     monkeypatch.setattr(doctor, "_self_test", ran.append)
-    monkeypatch.setattr(jax, "local_devices", lambda: [device(("device",))])
+    monkeypatch.setattr(jax, "local_devices", lambda: [device()])
     done = run("doctor")
     assert done.exit_code == 7 and "cannot offload yet: memories\nnext: use a jax with pinned_host" in done.stdout
-    monkeypatch.setattr(jax, "local_devices", lambda: [device()])
+    monkeypatch.setattr(jax, "local_devices", lambda: [device(("device", "pinned_host"))])
     monkeypatch.setenv("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", "much")
     done = run("doctor")
     assert done.exit_code == 7 and "pinned pool\nnext: set XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB to a number" in done.stdout

@@ -268,28 +268,38 @@ def test_resident_zero_1_is_a_row_and_comes_before_offloading():
     assert "fraction=0.0" in found.recommended.code and "shard_over='data'" in found.recommended.code
 
 
-def test_parameters_that_are_whole_on_every_device_are_told_to_be_divided():
-    found = jo.plan(ADAMW, "70B", devices=8, replicated=True, chip="h100", tokens_per_step=65536)
-    assert found.recommended is None and found.code == ""
-    assert "Divide the parameters over the devices (FSDP)" in found.verdict
-    apart = jo.plan(ADAMW, "70B", devices=8, chip="h100", tokens_per_step=65536)
-    assert apart.recommended.name == "offload" and apart["offload"].peak / GIB == pytest.approx(33.6, abs=0.1)
-    assert "divided over the devices (FSDP)" in str(apart).replace("\n  ", " ")
+SHORT = {  # of what there is too little: the optimizer, the question, what the verdict says, and what helps
+    "memory of a device": (
+        ADAMW, {"replicated": True}, "Divide the parameters over the devices (FSDP), or take more or larger ones.",
+        {"replicated": False},
+    ),
+    "memory of the host": (
+        jo.with_master_params(CLIPPED), {"layers": 80, "host_memory": "256GiB"},
+        "Take a host with more, a state on disk (disk=True), or more devices.", {"host_memory": "2TiB"},
+    ),
+    "memory for activations": (
+        CLIPPED, {"layers": 80, "tokens_per_step": 262144}, "take fewer tokens a step, or more devices.",
+        {"tokens_per_step": 65536},
+    ),
+}  # fmt: skip
 
 
-def test_a_host_that_is_too_small():
-    found = jo.plan(jo.with_master_params(CLIPPED), "70B", devices=8, chip="h100", tokens_per_step=65536, layers=80,
-                    host_memory="256GiB")  # fmt: skip
-    assert found.recommended is None and found["pipelined"].room > 0
-    assert found.verdict.startswith("Nothing fits: pipelined needs 69.0 GiB more of the host's memory")  # or offload
-    assert found.verdict.endswith("Take a host with more, a state on disk (disk=True), or more devices.")
-
-
-def test_activations_that_are_most_of_what_is_over():
-    found = jo.plan(CLIPPED, "70B", devices=8, chip="h100", tokens_per_step=262144, layers=80)
-    assert found.recommended is None and found.verdict.endswith("take fewer tokens a step, or more devices.")
-    fewer = jo.plan(CLIPPED, "70B", devices=8, chip="h100", tokens_per_step=65536, layers=80)
-    assert fewer.recommended.fits and fewer["offload"].activations < found["offload"].activations / 3
+@pytest.mark.daily("each has words of its own")
+@pytest.mark.parametrize("name", SHORT)
+def test_nothing_fits(name):
+    """70e9 parameters on 8 devices. The verdict says what to change, and with that something fits."""
+    inner, question, advice, change = SHORT[name]
+    given = {"devices": 8, "chip": "h100", "tokens_per_step": 65536, **question}
+    found = jo.plan(inner, "70B", **given)
+    assert (found.recommended, found.code) == (None, "") and found.verdict.startswith("Nothing fits: ")
+    assert found.verdict.endswith(advice) and found.verdict.count(". ") == 1
+    enough = jo.plan(inner, "70B", **(given | change))
+    assert enough.recommended.fits is not False and enough.recommended.code == enough.code
+    if name == "memory of a device":
+        assert enough.recommended.name == "offload" and enough["offload"].peak / GIB == pytest.approx(33.6, abs=0.1)
+        assert "divided over the devices (FSDP)" in str(enough).replace("\n  ", " ")
+    if name == "memory of the host":
+        assert "pipelined needs 69.0 GiB more of the host's memory" in found.verdict and found["pipelined"].room > 0
 
 
 @pytest.mark.parametrize("activations", [None, "5GiB"])
@@ -405,6 +415,12 @@ def test_accumulation():
     assert (row.loaded, row.link, row.added) == (None, None, None) and row.stored == row.host
     assert "once or twice as much from it" in clipped.describe(verbose=True)
     assert ahead.loaded == pytest.approx(ahead.host * 3 / 2, rel=1e-3) and ahead.added > 0
+
+
+def test_an_update_that_needs_arguments_only_a_step_has():
+    """It cannot be traced from sizes: what it loads, and for how long, is not known."""
+    row = jo.plan(optax.contrib.momo(1e-2), "1B", chip="h100")["offload"]
+    assert (row.window, row.loaded, row.added) == (None, None, None) and row.host > 0
 
 
 @pytest.mark.parametrize(

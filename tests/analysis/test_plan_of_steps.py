@@ -182,6 +182,7 @@ def test_sharded_over_eight_devices():
     found = jo.plan(make, ADAMW, target=H200)
     assert found.devices == 4 and found["offload"].host == 2 * 4 * 1024**2 * 4 // 4
     assert found["offload"].peak < found["resident"].peak
+    assert [row.name for row in found.options] == NAMES and "no row" not in str(found)
 
 
 @pytest.mark.parametrize(

@@ -14,34 +14,22 @@ from jax_offload._analysis import targets
 H200, V5E = targets.target_of("h200"), targets.target_of("v5e:2x2")
 
 
-def plugin(monkeypatch, *, works):
-    """A jax that knows no topologies of cuda until the plugin has been asked for once more, if then."""
+@pytest.mark.daily("a plugin that is asked once more, and one that is not")
+@pytest.mark.parametrize("target", [H200, V5E])
+def test_a_plugin_that_cannot_says_what_to_do(target, monkeypatch):
+    """It knows no topologies, also where it has been initialized once more, as only a GPU's is."""
     calls = []
 
-    def describe(**kwargs):
-        calls.append(kwargs["platform"])
-        if "initialized" in calls and works:
-            return "topology"
-        raise NotImplementedError(f"topology not implemented for {kwargs['platform']}")
+    def describe(platform, **kwargs):
+        calls.append(platform)
+        raise NotImplementedError(f"topology not implemented for {platform}")
 
     monkeypatch.setattr(targets.topologies, "get_topology_desc", describe)
     module = types.SimpleNamespace(initialize=lambda: calls.append("initialized"))
     monkeypatch.setitem(sys.modules, targets._CUDA_PLUGIN, module)
-    return calls
-
-
-def test_a_plugin_that_jax_has_given_up_is_asked_once_more(monkeypatch):
-    calls = plugin(monkeypatch, works=True)
-    assert targets._described(H200, "h200") == "topology"
-    assert calls == ["cuda", "initialized", "cuda"]
-
-
-@pytest.mark.parametrize("target", [H200, V5E])
-def test_a_plugin_that_cannot_says_what_to_do(target, monkeypatch):
-    calls = plugin(monkeypatch, works=False)
     with pytest.raises(ValueError, match=rf"target: .* for {target.name} .*not implemented for .*pip install .*jax=="):
         targets._described(target, target.name)
-    assert ("initialized" in calls) == (target is H200)
+    assert calls == (["cuda", "initialized", "cuda"] if target is H200 else ["tpu"])
 
 
 def test_a_topology_that_is_none_names_those_that_are(monkeypatch):
