@@ -66,9 +66,13 @@ def production_of(gradients: Sequence[Any]) -> Produced:
     program = Program([], outputs, eqns, [], DebugInfo("jit", "gradients", None, None))
     program = flat(program.closed, any_call=True)
     made: dict[Var, int] = {}
+    fills = set[Var]()  # arrays of one number, which say nothing about the gradient beside them
     for k, eqn in enumerate(program.eqns):
         for v in eqn.outvars:
-            made[v] = max((made[x] for x in _viewed(eqn, v) or () if x in made), default=k)
+            arrays = _viewed(eqn, v)
+            if arrays == []:
+                fills.add(v)
+            made[v] = max((made[x] for x in arrays or () if x in made and x not in fills), default=k)
     at = {k: made[v] for k, v in zip(traced, program.outputs, strict=True) if isinstance(v, Var) and v in made}
     large = [v for v in variables(program.outputs) if _size(v) >= LARGE]
     return Produced(
