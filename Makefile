@@ -96,7 +96,7 @@ donation: .venvs/$(NEWEST)/.installed  ## all ways of donating and returning: as
 conformance: .venvs/$(NEWEST)/.installed  ## optax's own tests: plain, and offloaded
 	.venvs/$(NEWEST)/bin/python -m tests.conformance.run
 
-# ARGS="--minutes 9" on a GPU, with EXTRAS=examples,cuda (and rivals for PyTorch's); ARGS="--compiled h200" without,
+# ARGS="--minutes 9" on a GPU, with EXTRAS=examples,cuda; ARGS="--compiled h200" without,
 # with EXTRAS=dev,aot; else a toy
 bench: $(INSTALLED)  ## every system on the same work: see benchmarks/README.md
 	.venv/bin/python -m benchmarks.run $(or $(ARGS),--toy)

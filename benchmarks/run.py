@@ -124,7 +124,7 @@ def run_machinery(call: Call) -> None:
     if not call.args.again and "machinery" in call.store.data:
         return
     file = call.store.path.with_suffix(".machinery.json")
-    extra = ["--leaves", "20", "--repeats", "1", "--steps", "3"] if call.args.toy else []
+    extra = ["--leaves", "20", "--repeats", "1"] if call.args.toy else []
     seconds = max(call.seconds, min(1800, call.left))
     _, error = workers.lines("in_jax.machinery", "--json", str(file), *extra, seconds=seconds, platform="cpu")
     if file.exists():

@@ -24,7 +24,6 @@ from jax_offload._base.arrays import Offloaded, is_array
 from jax_offload._base.donation import Home, guarded
 from jax_offload._base.memory import loaded, on_host, stored, under_jit
 from jax_offload._base.on_disk import opened
-from jax_offload._base.own_primitives import collector_waits
 from jax_offload._base.shardings import Layouts, inside_shard_map, types_tell
 from jax_offload._disk.disk import Disk
 from jax_offload._disk.option import check_disk, created, places_of, refused
@@ -203,7 +202,6 @@ def offload(
         return state
 
     @compiled_where_eager(like=lambda updates, state, params=None, **_: updates if params is None else params)
-    @collector_waits()
     def update_fn(
         updates: optax.Updates,
         state: optax.OptState,

@@ -1,13 +1,11 @@
 """Each benchmark's command runs on a toy, and says what it found. Speed and memory are for hardware to tell."""
 
 import dataclasses
-import gzip
 import importlib.util
 import json
 import os
 import re
 import sys
-from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -21,12 +19,11 @@ from benchmarks.compiled import figures
 from benchmarks.disk import __main__ as disk
 from benchmarks.gpu import __main__ as gpu
 from benchmarks.gpu import conduct, donation, summary, values, where
-from benchmarks.harness import systems, timeline, workers
-from benchmarks.harness.cases import ADAMW, SHAPES, Case, Shape
+from benchmarks.harness import systems, workers
+from benchmarks.harness.cases import SHAPES, Shape
 from benchmarks.harness.report import markdown
-from benchmarks.in_jax import gpt, paired, rewriting
+from benchmarks.in_jax import paired, rewriting
 from benchmarks.in_jax import system as jax_system
-from examples import _data
 
 TOY = SHAPES["toy"]
 
@@ -36,15 +33,13 @@ def on_toy(system, scans=1, **kwargs):
 
 
 @pytest.mark.long("starts processes")
-def test_run_goes_on_where_it_stopped_and_lists_what_cannot_run(tmp_path, monkeypatch):
+def test_run_goes_on_where_it_stopped(tmp_path, monkeypatch):
     out = tmp_path / "results.json"
     arguments = ["--toy", "--parts", "cases", "--clip", "no", "--scans", "0", "--out", str(out)]
-    arguments += ["--only", "^optax$", "--only", "^bitsandbytes PagedAdamW$"]
+    arguments += ["--only", "^optax$"]
     run.main(arguments)
     entries = json.loads(out.read_text())["cases"]
-    assert [e["case"]["system"] for e in entries] == ["optax", "bitsandbytes PagedAdamW"]
-    assert len(entries[0]["result"]["losses"]) == 5 and entries[1]["result"]["error"]
-    assert f"did not run: {entries[1]['result']['error']}" in out.with_suffix(".md").read_text()
+    assert [e["case"]["system"] for e in entries] == ["optax"] and len(entries[0]["result"]["losses"]) == 5
     monkeypatch.setattr(workers, "run_case", lambda case, *_: pytest.fail(f"{case.system} is run again"))
     run.main(arguments)
     assert json.loads(out.read_text())["cases"] == entries
@@ -82,26 +77,9 @@ def test_the_table_says_what_was_compiled_and_what_was_slower():
     text = markdown({"about": about, "link": [], "cases": measured})
     assert "| jax_offload | 1,220 (1,220–1,220) | +22.0% |" in text
     text = markdown({"about": about, "link": [], "cases": [{**measured[1], "result": only_compiled}]})
+    failed = {**measured[1], "result": {"error": "no reason"}}
+    assert "| jax_offload | did not run: no reason |" in markdown({"about": about, "link": [], "cases": [failed]})
     assert "| jax_offload |  |  | 3.0 |" in text and "10.0 + 10.0; 50%, 90%" in text
-
-
-def test_a_profilers_trace_is_summed_up(tmp_path):
-    """Copies at 0..4 and 8..10 to the device, 2..6 from it; a kernel at 1..3; and an event on no stream."""
-    found = [{"ph": "M", "pid": 1, "tid": t, "name": "thread_name", "args": {"name": name}}
-             for t, name in ((7, "Stream #7(MemcpyH2D)"), (8, "XLA Ops"))]  # fmt: skip
-    found += [
-        {"ph": "X", "pid": 1, "tid": tid, "name": name, "ts": ts * 1e6, "dur": seconds * 1e6}
-        for name, ts, seconds, tid in [
-            ("MemcpyH2D", 0, 4, 7), ("MemcpyH2D", 8, 2, 7), ("MemcpyD2H", 2, 4, 7), ("fusion", 1, 2, 7),
-            ("MemcpyH2D", 20, 9, 8),
-        ]
-    ]  # fmt: skip
-    trace = tmp_path / "vm.trace.json.gz"
-    trace.write_bytes(gzip.compress(json.dumps({"traceEvents": found}).encode()))
-    assert timeline.summary(trace, steps=2) == {
-        "loading_seconds": 3.0, "storing_seconds": 2.0, "copying_seconds": 4.0, "both_ways_seconds": 1.0,
-        "computing_seconds": 1.0, "exposed_seconds": 3.0,
-    }  # fmt: skip
 
 
 @pytest.mark.parametrize("by_fio", [False, True])
@@ -192,27 +170,6 @@ def test_gpu_notices_wrong_numbers_and_places(monkeypatch):
     assert where.misplaced({"a": host}, {"a": jnp.ones(4)}) == ["a: pinned_host"]
     monkeypatch.setattr(where, "by_driver", lambda _: "device")
     assert where.misplaced({"a": host}, {"a": host}) == ["a: pinned_host, in device by the driver"]
-
-
-# ---- PyTorch's side
-
-
-@pytest.mark.parametrize("clip", [False, True])
-def test_pytorch_trains_the_same_model(clip):
-    pytest.importorskip("torch", reason="the benchmark's rivals: pip install torch")
-    from benchmarks.in_torch import system as torch_system
-
-    case = Case("torch resident", TOY, batch=4, warmup=2, steps=3, clip=clip)
-    tx = optax.adamw(**ADAMW)
-    tx = optax.chain(optax.clip_by_global_norm(1.0), tx) if clip else tx
-    params, data, losses = gpt.init(TOY, scans=0), _data.load(), []
-    state, loss = tx.init(params), jax.jit(jax.value_and_grad(partial(gpt.loss, TOY, None, jnp.float32)))
-    for i in range(5):
-        value, grads = loss(params, jnp.asarray(_data.batch(data, i, case.batch, TOY.context), jnp.int32))
-        updates, state = jax.jit(tx.update)(grads, state, params)
-        params = optax.apply_updates(params, updates)
-        losses.append(float(value))
-    np.testing.assert_allclose(torch_system.run(case)["losses"], losses, rtol=1e-4)
 
 
 @pytest.mark.skipif(jax.__version_info__ < (0, 12), reason="the XLA of jax 0.10 copies them still")

@@ -220,26 +220,7 @@ def test_the_same_to_the_last_bit(groups):
     assert train() == train()
 
 
-# ---- whose memory is written -----------------------------------------------------------------------------------------
-
-
-@pytest.mark.oldest("views of host memory, and what jax says of donation")
-def test_donated_state_is_written_in_place(groups):
-    """Where it was donated; where it was not, it keeps its numbers, and the new one lies elsewhere."""
-    pytest.importorskip("numba")
-    tx, params = offload(ADAMW), model()
-    state, plain = tx.init(params), jax.jit(step_of(ADAMW))
-    kept, where = jax.tree.map(np.array, jo.to_device((params, state))), addresses(state)
-    want = plain(*plain(params, jo.to_device(state), X)[:2], X)
-    first, second = (jo.jit(step_of(tx))(params, state, X) for _ in range(2))
-    assert where and {*where}.isdisjoint(addresses(first[1]))
-    jax.tree.map(np.testing.assert_array_equal, jo.to_device((params, state)), kept)
-    jax.tree.map(np.testing.assert_array_equal, jo.to_device(first), jo.to_device(second))
-    step, given, params = jo.jit(step_of(tx), donate_argnums=(0, 1)), state, copied(params)
-    for _ in range(2):
-        params, state, last = step(params, state, X)
-    assert addresses(state) == where and all(leaf.is_deleted() for leaf in jax.tree.leaves(given))
-    assert_same(jo.to_device((params, state, last)), want, "in place")
+# ---- steps that update nothing, and branches -------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("through", ["update", "update_params"])
@@ -398,14 +379,19 @@ def test_somebody_elses_program():
             other()
 
 
-def test_in_a_scan_of_the_step():
+@pytest.mark.parametrize("loop", ["scan", "while"])
+def test_in_a_loop_of_the_step(loop):
     tx, params = offload(), model()
 
-    def scanned(params, state, xs):
-        return jax.lax.scan(lambda c, x: (step_of(tx)(*c, x)[:2], None), (params, state), xs)[0]
+    def scanned(params, state):
+        return jax.lax.scan(lambda c, x: (step_of(tx)(*c, x)[:2], None), (params, state), jnp.stack([X, X]))[0]
 
-    with pytest.raises(ValueError, match="update_on: the update stands in a scan of the step"):
-        jo.jit(scanned)(params, tx.init(params), jnp.stack([X, X]))
+    def repeated(params, state):
+        again = lambda c: (*step_of(tx)(*c[:2], X)[:2], c[2] + 1)  # noqa: E731
+        return jax.lax.while_loop(lambda c: c[2] < 2, again, (params, state, 0))[:2]
+
+    with pytest.raises(ValueError, match=f"update_on: the update stands in a {loop} of the step"):
+        jo.jit(scanned if loop == "scan" else repeated)(params, tx.init(params))
 
 
 @pytest.mark.parametrize("donated", [(), (0, 1)])

@@ -75,26 +75,6 @@ def changes(tx, p, s, x):
     return new, s, new - p
 
 
-def loops(tx, p, s, n, x):
-    """A loop whose condition reads what its carry begins with."""
-
-    def body(carry):
-        p, s, k = carry
-        return *plain(tx, p, s, x), k + 1
-
-    return jax.lax.while_loop(lambda carry: carry[2] < n + 2, body, (p, s, n))
-
-
-def swaps(tx, p, s, x, a, b):
-    """A loop that hands the caller's arrays on in its carry."""
-
-    def body(carry):
-        k, p, s, a, b = carry
-        return k + 1, *plain(tx, p, s, x), b, a
-
-    return *jax.lax.while_loop(lambda carry: carry[0] < 3 + x[0, 0], body, (0, p, s, a, b))[1:], a + 1
-
-
 def same_twice(tx, p, s, x, a, b):
     return *plain(tx, p, s, x), a + b
 
@@ -147,8 +127,6 @@ FEATURES = {
     ),
     "a NumPy constant": Feature(with_constant),
     "skipped": Feature(changes, ((x_of(0),), (x_of(0) * np.nan,), (x_of(1),)), {"donate_argnums": (0, 1)}),
-    "a loop": Feature(loops, ((jnp.int32(0), x_of(0)), (jnp.int32(5), x_of(0))), {"donate_argnums": (0, 1, 2)}),
-    "a loop that swaps": Feature(swaps, ((x_of(0), jnp.ones(2), jnp.zeros(2)),) * 2, {"donate_argnums": (0, 1)}),
     "donated by name": Feature(plain, options={"donate_argnames": ("p", "s")}),
     "one array twice": Feature(same_twice, ((x_of(0), *(jnp.ones(4),) * 2),) * 2),
     "shardings of the results": Feature(

@@ -139,6 +139,7 @@ OPTIMIZERS = {
 }
 
 
+@pytest.mark.oldest("views of host memory, and what jax says of donation")
 @pytest.mark.parametrize(
     ("name", "donated"),
     [("adamw", True), *((name, name == "masters") for name in OPTIMIZERS)],

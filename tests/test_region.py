@@ -1,7 +1,6 @@
 """An update under the transformations of jax, inside loops and branches, and beside other updates."""
 
 import functools
-import gc
 
 import jax
 import jax.numpy as jnp
@@ -234,20 +233,6 @@ def test_mutable_arrays_in_an_optimizer(through):
     jax.tree.map(
         lambda a, p: np.testing.assert_allclose(a, (1 if run is tx.update else 2) * p + 1, rtol=1e-6), new, params
     )
-
-
-@pytest.mark.parametrize("was_on", [True, False])
-def test_the_garbage_collector_is_as_it_was(was_on):
-    """It waits while an update is traced and lowered, also where that fails."""
-    params = model()
-    (gc.enable if was_on else gc.disable)()
-    try:
-        jax.jit(step).lower(params, TX.init(params), X)
-        with pytest.raises((TypeError, ValueError, AttributeError)):
-            jax.jit(step).lower(params, {}, X)
-        assert gc.isenabled() == was_on
-    finally:
-        gc.enable()
 
 
 @pytest.mark.parametrize("window", [None, 2**12])

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import jax_offload as jo
 from benchmarks.harness.clock import clocked
 from benchmarks.in_jax.recipe import usual_recipe
-from benchmarks.in_jax.system import compiled_peak, nbytes, peak, predicted_step_seconds, profiled, traffic
+from benchmarks.in_jax.system import nbytes, peak, predicted, profiled
 from tests.aot import model
 
 ALONE = True  # the allocator's peak is a process's
@@ -57,14 +57,13 @@ def initial(params: Any) -> Any:
     return jax.tree.unflatten(treedef, [layers(k, p) for k, p in zip(keys, leaves, strict=True)])
 
 
-def prediction(compiled: Any, text: str, device: jax.Device, on_gpu: bool) -> dict[str, Any]:
+def prediction(compiled: Any) -> dict[str, Any]:
     m = compiled.memory_analysis()
     fields = ("argument", "output", "alias", "temp", "host_argument", "host_output", "host_alias", "host_temp")
+    names = {"compiled_peak_bytes": "peak_bytes", "predicted_step_seconds": "step_seconds"}
     return {
         **{f"{name}_bytes": getattr(m, f"{name}_size_in_bytes") for name in fields},
-        "peak_bytes": compiled_peak(m),
-        "step_seconds": predicted_step_seconds(text, device.device_kind),
-        **(traffic(text) if on_gpu else {}),
+        **{names.get(name, name): x for name, x in predicted(compiled).items()},
     }
 
 
@@ -105,11 +104,10 @@ def run(name: str, toy: bool, programs: Path | None = None) -> dict[str, Any]:
         jitted = jit(step, donate_argnums=(0, 1), out_shardings=out)
     extra = jo.compiler_options("cuda") if on_gpu and way == OVERLAPPING else None
     compiled = jitted.lower(*given).compile(compiler_options=extra)
-    text = compiled.as_text()
     limit = (device.memory_stats() or {}).get("bytes_limit")
     about = {
-        "predicted": prediction(compiled, text, device, on_gpu),
-        "program": keep(text, programs, name),
+        "predicted": prediction(compiled),
+        "program": keep(compiled.as_text(), programs, name),
         "device": device.device_kind,
         "device_limit_bytes": limit,
         "state_bytes": nbytes(state, host=False),

@@ -69,8 +69,3 @@ def shared(tree: Any) -> list[str]:
             for address in addresses(x):
                 at[address].add(x.sharding.memory_kind)
     return [f"{address:#x}: {', '.join(sorted(found))}" for address, found in at.items() if len(found) > 1]
-
-
-def how_many(found: dict[str, str]) -> dict[str, int]:
-    """Leaves of each memory kind."""
-    return {kind: list(found.values()).count(kind) for kind in sorted(set(found.values()))}

@@ -103,11 +103,6 @@ def row(by: str, direction: str, mib: int, in_flight: int, rate: float) -> dict[
     return {"by": by, "direction": direction, "mib": mib, "in_flight": in_flight, "bytes_per_second": rate}
 
 
-def best(rows: list[dict[str, Any]], direction: str) -> float | None:
-    """Bytes per second in each direction, the most that was measured."""
-    return max((r["bytes_per_second"] for r in rows if r["direction"] == direction), default=None)
-
-
 def run(total: int = 2 << 30, sizes: list[int] = SIZES, repeats: int = 5) -> Iterator[dict[str, Any]]:
     if jax.devices()[0].platform == "cpu":  # no link: what is left is to see that it runs
         total, sizes, repeats = 4 * MIB, [1], 1

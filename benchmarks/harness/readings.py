@@ -6,7 +6,7 @@ import statistics
 from typing import Any
 
 from benchmarks.harness.cases import SHAPES, Shape
-from benchmarks.harness.systems import BASELINE, SYSTEMS
+from benchmarks.harness.systems import RESIDENT
 
 Entry = dict[str, Any]
 
@@ -24,12 +24,11 @@ def model_of(case: dict[str, Any]) -> tuple[str, int]:
 
 
 def find(entries: list[Entry], like: dict[str, Any], system: str) -> Entry | None:
-    """The run of another system on the same model, tokens and clipping; a PyTorch model has no stacked layers."""
-    scans = like["scans"] if SYSTEMS[system].framework == "jax" else 0
-    same = ("shape", "batch", "clip")
+    """The run of another system on the same model, tokens and clipping."""
+    same = ("shape", "batch", "clip", "scans")
     for entry in entries:
         case = entry["case"]
-        if case["system"] == system and case["scans"] == scans and all(case[k] == like[k] for k in same):
+        if case["system"] == system and all(case[k] == like[k] for k in same):
             return entry
     return None
 
@@ -38,7 +37,7 @@ def added(entries: list[Entry], entry: Entry | None) -> float | None:
     """Seconds per step more than with the state on the device."""
     if entry is None:
         return None
-    base = seconds(find(entries, entry["case"], BASELINE[SYSTEMS[entry["case"]["system"]].framework]))
+    base = seconds(find(entries, entry["case"], RESIDENT.name))
     own = seconds(entry)
     return None if base is None or own is None else own - base
 

@@ -16,23 +16,21 @@ INT8 = {"mu": "int8", "nu": "uint8"}
 class System:
     """
     Attributes:
-      framework: ``jax`` or ``torch``: which worker runs it.
       stands_for: what it shows, for the notes under the table.
       options: for ``Case.options``.
     """
 
     name: str
-    framework: str
     stands_for: str
     options: dict[str, Any] = dataclasses.field(default_factory=dict)
 
 
 def ours(name: str, stands_for: str, **options: Any) -> System:
-    return System(f"jax_offload{name}", "jax", stands_for, {"offload": True, **options})
+    return System(f"jax_offload{name}", stands_for, {"offload": True, **options})
 
 
-RESIDENT = System("optax", "jax", "plain optax, the state on the device")
-RECIPE = System("usual recipe", "jax", "the JAX guide, MaxText, AXLearn: state in, update, state out", {"recipe": True})
+RESIDENT = System("optax", "plain optax, the state on the device")
+RECIPE = System("usual recipe", "the JAX guide, MaxText, AXLearn: state in, update, state out", {"recipe": True})
 OURS = ours("", "float32 moments on the host")
 BFLOAT16 = ours(", bfloat16 state", "4 bytes of state per parameter", storage="bfloat16")
 INT8_STATE = ours(", int8 state", "2.06 bytes of state per parameter", storage=INT8)
@@ -45,23 +43,10 @@ MASTERS = ours(", bfloat16 parameters", "float32 masters and moments on the host
 MASTERS_INT8 = ours(", bfloat16 parameters, int8 state", "float32 masters, 8-bit moments", masters=True, storage=INT8)
 FRACTIONS = [ours(f", fraction {f}", "what stays is what could not be hidden", fraction=f) for f in (0.25, 0.5, 0.75)]
 WINDOWS = [ours(f", window {w} MiB", "instead of the default window", window=w * MIB) for w in (64, 256, 1024, 3200)]
-IN_GROUPS = WINDOWS[-1]  # two of six groups of 1.3b, 1536.1 MiB each: one comes or goes while another runs backward
 
-TORCH_RESIDENT = System("torch resident", "torch", "torch.optim.AdamW, the state on the device")
-TORCH = [
-    System("torchao CPUOffloadOptimizer", "torch", "updates on the host's cores"),
-    System("torchao CPUOffloadOptimizer, bf16 parameters", "torch", "its README's setting"),
-    System("DeepSpeed ZeRO-Offload", "torch", "CPUAdam: masters, moments and update on the host's cores"),
-    System("FSDP2 CPUOffloadPolicy", "torch", "parameters too live on the host, which updates them"),
-    System("bitsandbytes PagedAdamW", "torch", "unified memory, paged by the driver"),
-    System("bitsandbytes PagedAdamW8bit", "torch", "unified memory, 8-bit moments"),
-    System("Megatron HybridDeviceOptimizer", "torch", "updates on the host's cores, copies overlapped"),
-]
 MAIN = [RESIDENT, RECIPE, OURS, BFLOAT16, INT8_STATE]
 VARIANTS = [MASTERS, MASTERS_INT8, *FRACTIONS, *WINDOWS]
-SYSTEMS = {system.name: system for system in (*MAIN, *WHOLE, *VARIANTS, TORCH_RESIDENT, *TORCH)}
-# The one that a system's overhead is measured against.
-BASELINE = {"jax": RESIDENT.name, "torch": TORCH_RESIDENT.name}
+SYSTEMS = {system.name: system for system in (*MAIN, *WHOLE, *VARIANTS)}
 
 TOKENS = [2**k for k in range(11, 17)]  # 2K to 64K
 # name, scans (0: unrolled)
@@ -69,7 +54,6 @@ MODELS = [("1.3b", 1), ("1.3b", 0), ("1.3b", 6), ("2.7b", 1), ("6.7b", 1)]
 
 
 def case(system: System, shape: Shape, tokens: int, *, scans: int, clip: bool, **steps: int) -> Case:
-    scans = scans if system.framework == "jax" else 0  # PyTorch's models have a parameter per layer
     return Case(system.name, shape, max(1, tokens // shape.context), scans, clip, options=system.options, **steps)
 
 
@@ -84,11 +68,10 @@ def plan() -> Iterator[Case]:
                         yield case(system, SHAPES[name], count, scans=scans, clip=clip)
 
     stacked, unrolled, grouped, *larger = MODELS
-    everyone = [*MAIN, *WHOLE, TORCH_RESIDENT, *TORCH, *VARIANTS]
+    everyone = [*MAIN, *WHOLE, *VARIANTS]
     stages = [
         cases([*MAIN, *WHOLE], [stacked, unrolled], [16384]),
         cases([*MAIN, *WINDOWS], [grouped], [16384]),
-        cases([TORCH_RESIDENT, *TORCH], [unrolled], [16384]),
         cases([RESIDENT, OURS, JITTED, TURNED, INT8_STATE], [stacked, unrolled], [2048, 8192, 32768]),
         cases(MAIN, larger, [16384]),
         cases(VARIANTS, [stacked, unrolled], [16384]),
@@ -107,6 +90,4 @@ def toy() -> Iterator[Case]:
     for clip in (False, True):
         for scans in (1, 0):
             for system in SYSTEMS.values():
-                if system.framework == "torch" and scans:
-                    continue
                 yield case(system, SHAPES["toy"], 64, scans=scans, clip=clip, warmup=1, steps=4)

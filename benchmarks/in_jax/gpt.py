@@ -1,4 +1,4 @@
-"""A GPT in plain JAX, scanned or unrolled; ``in_torch/gpt.py`` is the same model with the same first parameters."""
+"""A GPT in plain JAX, scanned or unrolled."""
 
 from __future__ import annotations
 

@@ -1,10 +1,9 @@
-"""What the machinery itself costs, without an accelerator: tracing, lowering, compiling, and a step on the CPU.
+"""What the machinery itself costs, without an accelerator: tracing, lowering and compiling.
 
     python -m benchmarks.in_jax.machinery [--leaves 100 400] [--cases NAME ...] [--json FILE]
 
-The same optimizer without offload and offloaded, in turn, in one process; medians, and ratios of neighbouring runs. On
-a CPU jax elides the copies, so the step time is that of the program that is left: it says what slicing costs, nothing
-about the link.
+The same optimizer without offload and offloaded, in turn, in one process; medians, and ratios of neighbouring runs.
+``paired.py`` has the time of a step.
 
 XLA's CPU compiler makes one LLVM function of a loop that it takes for small, and so of the one in which small pieces
 run apart from the backward pass, and then takes time with the square of the leaves: 8.9 s instead of 0.9 for 100 leaves
@@ -15,9 +14,8 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
+import itertools
 import os
-import platform
 import statistics
 import time
 from collections.abc import Iterator, Sequence
@@ -29,6 +27,7 @@ import jax.numpy as jnp
 import optax
 
 import jax_offload as jo
+from benchmarks.in_jax.finished import finished
 
 SMALL_LOOPS = "--xla_backend_extra_options=xla_cpu_small_while_loop_byte_threshold=0"
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {SMALL_LOOPS}"  # read when the first program compiles
@@ -108,47 +107,9 @@ def machinery(name: str, sizes: Sequence[int], repeats: int) -> Iterator[dict[st
             yield {"what": f"{name}: {stage}, {n} leaves, s", **compare(times)}
 
 
-class Step:
-    """A compiled step of a small network, and its state."""
-
-    def __init__(self, tx: optax.GradientTransformation, params: Any, batch: Any) -> None:
-        def loss(params: Any) -> Any:
-            x = batch
-            for w in params.values():
-                x = jnp.tanh(x @ w)[:, : batch.shape[1]]
-            return (x**2).mean()
-
-        def step(params: Any, state: Any) -> Any:
-            updates, state = tx.update(jax.grad(loss)(params), state, params)
-            return optax.apply_updates(params, updates), state
-
-        self.values = jax.tree.map(jnp.copy, params), tx.init(params)
-        self.step = jax.jit(step, donate_argnums=(0, 1))
-
-    def __call__(self) -> float:
-        start = time.perf_counter()
-        self.values = jax.block_until_ready(self.step(*self.values))
-        return time.perf_counter() - start
-
-
 def compare(pairs: list[Any]) -> dict[str, float]:
     plain, ours = (statistics.median(column) for column in zip(*pairs, strict=True))
     return {"plain": plain, "ours": ours, "ratio": statistics.median(b / a for a, b in pairs)}
-
-
-def step_time(steps: int) -> dict[str, Any]:
-    """A step on this CPU, without offload and offloaded in turn."""
-    params, batch = parameters(12, 768), jnp.ones((512, 768))
-    both = [Step(tx, params, batch) for tx in (CASES[PLAIN].plain, CASES[PLAIN].ours)]
-    times = [[step() for step in both] for _ in range(steps + 3)][3:]
-    return {"what": f"{PLAIN}: step on this CPU, 12 leaves of 768×768, s", **compare(times)}
-
-
-def measured(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    for name in args.cases:
-        yield from machinery(name, args.leaves, args.repeats)
-    if args.steps:
-        yield step_time(args.steps)
 
 
 def main() -> None:
@@ -156,19 +117,15 @@ def main() -> None:
     parser.add_argument("--leaves", type=int, nargs="+", default=[100, 400])
     parser.add_argument("--cases", nargs="+", default=list(CASES), choices=list(CASES))
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     rows: list[dict[str, Any]] = []
     print("| | without offload | offloaded | ratio |\n|---|---:|---:|---:|", flush=True)
-    for row in measured(args):  # each as soon as it is known: all of them take minutes
+    rows_of = (machinery(name, args.leaves, args.repeats) for name in args.cases)
+    for row in itertools.chain.from_iterable(rows_of):  # each as soon as it is known: all of them take minutes
         print(f"| {row['what']} | {row['plain']:.3f} | {row['ours']:.3f} | {row['ratio']:.2f} |", flush=True)
         rows.append(row)
-    machine = f"{os.cpu_count()} cores of {platform.processor() or platform.machine()}"
-    about = f"{machine}, jax {jax.__version__}, optax {optax.__version__}"
-    print(f"\n{about}")
-    if args.json:
-        args.json.write_text(json.dumps({"about": about, "rows": rows}, indent=1) + "\n")
+    finished("tracing, lowering and compiling", rows, args.json)
 
 
 if __name__ == "__main__":

@@ -5,7 +5,6 @@ python -m benchmarks.in_jax.system "$CASE"
 
 from __future__ import annotations
 
-import re
 import sys
 import tempfile
 import time
@@ -27,12 +26,10 @@ import numpy as np
 import optax
 
 import jax_offload as jo
-from benchmarks.harness.timeline import summary
 from benchmarks.in_jax import gpt
 from benchmarks.in_jax.recipe import usual_recipe
 from examples import _data
-from jax_offload._analysis.chips import known_chips
-from jax_offload._analysis.timeline import LOAD, STORE, timeline
+from jax_offload._analysis.profiled import measured, segments_of
 
 
 def optimizer(case: Case) -> optax.GradientTransformation:
@@ -194,17 +191,14 @@ def run(case: Case) -> dict[str, Any]:
     def two_more_steps() -> None:
         jax.block_until_ready([one_step(i) for i in range(2)])
 
-    text = compiled.as_text()
     return {
         "step_seconds": seconds,
         "losses": losses,
         "device_peak_bytes": peak_bytes,
         "device_peak_bytes_after_init": after_init,
         "device_limit_bytes": (device.memory_stats() or {}).get("bytes_limit"),
-        **(traffic(text) if on_gpu else {}),
+        **predicted(compiled),
         **(profiled(two_more_steps, 2) if on_gpu else {}),
-        "compiled_peak_bytes": compiled_peak(compiled.memory_analysis()),
-        "predicted_step_seconds": predicted_step_seconds(text, device.device_kind),
         "state_bytes": nbytes(it.state, host=False),
         "host_state_bytes": nbytes(it.state, host=True),
         "host_peak_rss_bytes": peak_rss(),
@@ -221,27 +215,32 @@ def profiled(run: Callable[[], None], steps: int) -> dict[str, Any]:
         with tempfile.TemporaryDirectory() as folder:
             with jax.profiler.trace(folder):
                 run()
-            (trace,) = Path(folder).glob("**/*.trace.json.gz")
-            return summary(trace, steps)
+            (trace,) = Path(folder).glob("**/*.xplane.pb")
+            found = measured(segments_of(jax.profiler.ProfileData.from_file(str(trace))), steps)
+            return {
+                "loading_seconds": found.loading,
+                "storing_seconds": found.storing,
+                "copying_seconds": found.overlap + found.exposed,
+                "both_ways_seconds": found.loading + found.storing - found.overlap - found.exposed,
+                "computing_seconds": found.compute,
+                "exposed_seconds": found.exposed,
+            }
     except Exception as error:  # the times that were measured without it stand
         return {"profiler_error": f"{type(error).__name__}: {error}"[:200]}
 
 
-def predicted_step_seconds(text: str, device_kind: str) -> float | None:
-    """The step's time by the scheduled program, for a chip with known figures: a GH200 is no H200."""
-    chip = next((chip for chip in known_chips() if re.search(rf"\b{chip}\b", device_kind.lower())), None)
-    return timeline(text, chip).step if chip else None
-
-
-def traffic(text: str) -> dict[str, Any]:
-    """Bytes each way in one run of a scheduled program, and how full the link is."""
-    played = timeline(text, "h200")
-    return {"loaded_bytes": played.loaded, "stored_bytes": played.stored, "duplex": duplex(played)}
+def predicted(compiled: Any) -> dict[str, Any]:
+    """The peak of a compiled step, its bytes each way, and for a chip with known figures its simulated time."""
+    seen = jo.inspect(compiled)
+    found = {"compiled_peak_bytes": seen.peak, "predicted_step_seconds": seen.timeline and seen.timeline.step}
+    if seen.target != "cpu":
+        found |= {"loaded_bytes": seen.loaded, "stored_bytes": seen.stored}
+    return found
 
 
 def duplex(played: jo.types.Timeline) -> float:
     """The share of the copies' time in which the other direction of the link is busy too."""
-    loads, stores = ([(s.begin, s.end) for s in played.segments if s.lane == lane] for lane in (LOAD, STORE))
+    loads, stores = ([(s.begin, s.end) for s in played.segments if s.lane == lane] for lane in ("load", "store"))
     both = sum(max(0.0, min(a[1], b[1]) - max(a[0], b[0])) for a in loads for b in stores)
     busy = sum(end - begin for begin, end in loads + stores)
     return 2 * both / busy if busy else 0.0
@@ -250,10 +249,6 @@ def duplex(played: jo.types.Timeline) -> float:
 def peak(device: jax.Device) -> int | None:
     """The most bytes that the allocator has had in use; a CPU does not say."""
     return (device.memory_stats() or {}).get("peak_bytes_in_use")
-
-
-def compiled_peak(m: Any) -> int:
-    return m.argument_size_in_bytes + m.output_size_in_bytes - m.alias_size_in_bytes + m.temp_size_in_bytes
 
 
 def nbytes(state: Any, *, host: bool) -> int:

@@ -7,6 +7,7 @@ A driven step, whose update runs on the host's cores or whose state is on disk, 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import re
 from collections.abc import Mapping, Sequence, Set
 from typing import Any
@@ -17,13 +18,13 @@ import optax
 from jax.sharding import SingleDeviceSharding
 from jax.tree_util import tree_flatten_with_path
 
-from jax_offload._analysis.buffers import BATCH, GRADIENTS, PARAMETERS, STATE
+from jax_offload._analysis.buffers import GRADIENTS, PARAMETERS, STATE
 from jax_offload._analysis.chips import Chip, chip, known_as
 from jax_offload._analysis.hlo import Module
 from jax_offload._analysis.targets import Target, check_installed, compile_for, target_of
-from jax_offload._base.around import step_described
+from jax_offload._base.around import described
 from jax_offload._base.arrays import is_traced
-from jax_offload._base.memory import HOST_KIND, in_its_memory
+from jax_offload._base.memory import HOST_KIND, in_its_memory, is_host_aval
 from jax_offload._base.on_disk import TOKEN, OnDisk, Place, is_on_disk
 from jax_offload._base.private import options_of
 from jax_offload._base.shardings import sharding_of
@@ -35,7 +36,6 @@ from jax_offload._interop.jit import Jitted, compiler_options, options_for_sendi
 from jax_offload._interop.pipelined import Pipelined
 from jax_offload._interop.rotated import names_of
 from jax_offload._report.callables import jitted, opened
-from jax_offload._report.report import traced
 
 SAYS = (
     "jo.jit drives this step in several programs, as the host's cores update a part of the state, or it is on disk. "
@@ -74,7 +74,6 @@ class Compiled:
 
     Attributes:
       module: the scheduled program.
-      lowered: StableHLO, where it is known.
       memory: XLA's figures.
       given: the arguments, as handed over, by the number that they have in the program.
       target: the chip's or the platform's name.
@@ -85,7 +84,6 @@ class Compiled:
     """
 
     module: Module
-    lowered: str
     memory: Any
     given: Mapping[int, Argument]
     target: str
@@ -96,13 +94,11 @@ class Compiled:
 
     @property
     def roles(self) -> dict[int, str]:
-        """The kind of each argument by number: a parameter belongs to no state and has the type of a result."""
-        root = self.module.scopes["ENTRY"].root
-        results = {(array.dtype, array.shape) for array in (root.arrays if root else ())}
+        """The kinds of arguments by number: a parameter belongs to no state and has the type of a result."""
+        results = {(array.dtype, array.shape) for array in self.module.entry.root.leaves.values()}
         roles: dict[int, str] = {}
         for number, op in self.module.arguments.items():
-            given = self.given.get(number)
-            array = op.arrays[0] if op.arrays else None
+            given, array = self.given.get(number), op.array
             floating = array is not None and re.match(r"bf|f\d", array.dtype)
             if given is not None and given.state:
                 roles[number] = STATE
@@ -110,8 +106,6 @@ class Compiled:
                 roles[number] = GRADIENTS
             elif floating and array is not None and array.shape and (array.dtype, array.shape) in results:
                 roles[number] = PARAMETERS
-            else:
-                roles[number] = BATCH
         return roles
 
 
@@ -124,11 +118,10 @@ def compiled(step: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], target
                 "inspect(): a step that is lowered or compiled already takes no arguments and no target; got "
                 f"{len(args) + len(kwargs)} arguments and target={target!r}. Give the step itself."
             )
-        lowered = step if isinstance(step, jax.stages.Lowered) else None
-        if lowered is not None and target:
+        if target:
             raise ValueError(f"inspect(): a lowered step has its platform; target={target!r} needs the step itself.")
-        executable: Any = lowered.compile() if lowered is not None else step
-        return _of_jax(executable, lowered, _given(executable.args_info))
+        executable = step.compile() if isinstance(step, jax.stages.Lowered) else step
+        return _of_jax(executable, _given(step))
     if len(args) == 1 and isinstance(args[0], optax.GradientTransformation | optax.MultiSteps):
         raise TypeError(
             "step: expected a training step and its arguments; got a function and an optimizer, the (make, tx) of "
@@ -138,40 +131,52 @@ def compiled(step: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], target
         raise TypeError(f"step: expected a training step, jitted, lowered or compiled; got a {type(step).__name__}.")
     if isinstance(step, Pipelined):
         step, args, carried = step.turned(*args, **kwargs)
-        return _lowered(step, (args, {}), to, _given((args, {}), carried=carried))
+        whole = step.trace(*args)
+        return _lowered(whole, (args, {}), to, _given(whole, carried=carried), _options(step, whole, args, {}, to))
     step, args, kwargs = jitted(*opened(step, args, kwargs))
     given, whole = (args, dict(kwargs)), step.trace(*args, **kwargs)
     if isinstance(step, Jitted) and any(map(holds_driven_update, whole.jaxpr.jaxpr.eqns)):
         return _first_program(step, given, whole, to)
-    with step_described():  # as the step is written: ``jax_offload.jit`` takes updates apart
-        kept = kept_on_host(traced(lambda args, kwargs: step.__wrapped__(*args, **kwargs), *given))
-    options = step._options.get("compiler_options") if isinstance(step, Jitted) else options_of(whole)
-    return _lowered(step, given, to, _given(given, whole.jaxpr.jaxpr, kept), options)
+    as_written = whole
+    if isinstance(step, Jitted):  # which takes updates apart
+        written = functools.wraps(step.__wrapped__)(lambda *args, **kwargs: step.__wrapped__(*args, **kwargs))
+        with described():
+            as_written = jax.jit(written, **step._options).trace(*args, **kwargs)
+    arguments = _given(whole, kept_on_host(as_written.jaxpr))
+    return _lowered(whole, given, to, arguments, _options(step, whole, args, kwargs, to))
+
+
+def _options(
+    step: Any, whole: jax.stages.Traced, args: tuple[Any, ...], kwargs: Mapping[str, Any], to: Target | None
+) -> Mapping[str, Any] | None:
+    """Return the compiler's options for a step on ``to``: its own ones, if it has any."""
+    if to is not None and isinstance(step, Jitted):
+        return step.compiling(to.platform, args, kwargs)
+    return options_of(whole)
 
 
 def _lowered(
-    step: Any,
+    step: jax.stages.Traced,
     given: tuple[Any, Any],
     to: Target | None,
     arguments: Sequence[Argument],
-    options: Any = None,
+    options: Mapping[str, Any] | None = None,
     sends: bool = False,
 ) -> Compiled:
     """Lower and compile a step.
 
     Args:
-      step: the step, jitted.
+      step: the step, traced.
       given: its (args, kwargs).
       to: the chip to compile for; ``None``: the step's own devices.
       arguments: what it is given.
       options: the compiler's options for ``to``; ``None`` means ``jax_offload.compiler_options``.
       sends: whether it is the program before an update that runs elsewhere.
     """
-    args, kwargs = given
     if to is None:
-        lowered = step.lower(*args, **kwargs)
+        lowered = step.lower()
         own = options_for_sending(jax.default_backend()) if sends else {}
-        return _of_jax(lowered.compile(compiler_options=own) if own else lowered.compile(), lowered, arguments)
+        return _of_jax(lowered.compile(compiler_options=own) if own else lowered.compile(), arguments)
     check_installed(to)
     places = [s for x in jax.tree.leaves(given) if (s := getattr(x, "sharding", None)) is not None]
     if elsewhere := [d.platform for s in places for d in s.device_set if d.platform != "cpu"]:
@@ -180,20 +185,16 @@ def _lowered(
             f"{elsewhere[0]}. Start jax with JAX_PLATFORMS=cpu, or hand over jax.ShapeDtypeStructs on a mesh of "
             "jax.devices('cpu')."
         )
-    lowered = step.trace(*args, **kwargs).lower(lowering_platforms=(to.platform,))
-    if options is None and isinstance(step, Jitted):
-        options = step.compiling(to.platform, args, kwargs)
-    elif options is None:
+    lowered = step.lower(lowering_platforms=(to.platform,))
+    if options is None:
         options = (options_for_sending if sends else compiler_options)(to.platform)
     n = max((len(s.device_set) for s in places), default=1)
     executable = compile_for(to, lowered.compiler_ir("stablehlo"), n, dict(options))
     module, memory = Module(executable.hlo_modules()[0].to_string()), executable.get_compiled_memory_stats()
-    return Compiled(
-        module, lowered.as_text(), memory, _numbered(module, arguments), to.name, to.chip, compiled_for=True
-    )
+    return Compiled(module, memory, _numbered(module, arguments), to.name, to.chip, compiled_for=True)
 
 
-def _of_jax(executable: Any, lowered: Any, arguments: Sequence[Argument]) -> Compiled:
+def _of_jax(executable: Any, arguments: Sequence[Argument]) -> Compiled:
     """Read an executable for devices that are there."""
     shardings = jax.tree.leaves(executable.input_shardings)  # of those arguments that the program has kept
     devices = next((list(s.device_set) for s in shardings if s.device_set), None) or jax.local_devices()
@@ -203,48 +204,32 @@ def _of_jax(executable: Any, lowered: Any, arguments: Sequence[Argument]) -> Com
     if len(shardings) == len(module.arguments):
         hosts = [s.memory_kind == HOST_KIND for s in shardings]
         given = {n: dataclasses.replace(x, host=hosts[n], state=x.state or hosts[n]) for n, x in given.items()}
-    return Compiled(
-        module,
-        lowered.as_text() if lowered is not None else "",
-        executable.memory_analysis(),
-        given,
-        devices[0].platform if named is None else kind,
-        None if named is None else chip(named),
-    )
+    target, its_chip = (devices[0].platform, None) if named is None else (kind, chip(named))
+    return Compiled(module, executable.memory_analysis(), given, target, its_chip)
 
 
 # -- what the arguments are
 
 
-def _given(
-    tree: Any, jaxpr: Any = None, kept: Sequence[bool] | None = None, carried: Mapping[str, Any] | None = None
-) -> list[Argument]:
-    """Describe the arrays in a step's (args, kwargs), in jax's order.
+def _given(step: Any, kept: Sequence[bool] | None = None, carried: Mapping[str, Any] | None = None) -> list[Argument]:
+    """Describe the arguments of a step, traced, lowered or compiled, in jax's order.
 
     Args:
-      tree: (args, kwargs).
-      jaxpr: the traced step, which names them.
+      step: the step.
       kept: for each of them whether the update that owns it keeps it in host memory.
       carried: what a pipelined step carries, which it has in dicts, by names.
     """
-    arrays = [(path, x) for path, x in tree_flatten_with_path(tree)[0] if is_traced(x)]
-    paths = [(jax.tree_util.keystr(path[2:]) if len(path) > 1 else "", x) for path, x in arrays]
-    invars = () if jaxpr is None else jaxpr.invars
-    names = () if jaxpr is None else jaxpr.debug_info.arg_names or [None for _ in invars]
-    named = [(name or "", v.aval) for name, v in zip(names, invars, strict=True)]
-    states, by_name = _states(tree), _states_by_name(carried or {})
-    found, begin = list[Argument](), 0
-    for k, ((path, x), (name, _)) in enumerate(zip(arrays, paths, strict=True)):
-        # Static arguments are none of the program's.
-        same = (
-            (x.dtype, tuple(x.shape)) == (y.dtype, tuple(y.shape)) and full.endswith(name) for full, y in named[begin:]
-        )
-        at = next((i for i, is_same in enumerate(same, begin) if is_same), None)
-        name, begin = (name, begin) if at is None else (named[at][0], at + 1)
-        host = getattr(getattr(x, "sharding", None), "memory_kind", None) == HOST_KIND
-        state = host or _below(path, states) or getattr(path[-1] if path else None, "key", None) in by_name
-        waits = bool(carried) and len(path) > 1 and getattr(path[1], "idx", None) == 1
-        found.append(Argument(name, host, state, waits, None if kept is None or at is None else kept[k]))
+    paths = [path for path, _ in tree_flatten_with_path(step.args_info)[0]]
+    if isinstance(step, jax.stages.Traced):
+        avals, names = step.jaxpr.in_avals, step.jaxpr.jaxpr.debug_info.arg_names or [""] * len(paths)
+    else:  # which does not say the names of the step's own arguments
+        avals, names = jax.tree.leaves(step.in_avals), [jax.tree_util.keystr(path[2:]) for path in paths]
+    states, by_name, found = _states(step.args_info), _states_by_name(carried or {}), list[Argument]()
+    for k, (path, aval, name) in enumerate(zip(paths, avals, names, strict=True)):
+        host = is_host_aval(aval)
+        state = host or _below(path, states) or getattr(path[-1], "key", None) in by_name
+        waits = bool(carried) and getattr(path[1], "idx", None) == 1
+        found.append(Argument(name or "", host, state, waits, None if kept is None else kept[k]))
     return found
 
 
@@ -256,8 +241,7 @@ def _states(tree: Any) -> set[tuple[Any, ...]]:
     """Return the paths of an optimizer's states: subtrees whose class is one of optax's or of this package."""
 
     def is_state(x: Any) -> bool:
-        module = type(x).__module__ or ""
-        return module.split(".")[0] in ("optax", "jax_offload") and not hasattr(x, "shape")
+        return type(x).__module__.split(".")[0] in ("optax", "jax_offload") and not hasattr(x, "shape")
 
     return {path for path, x in tree_flatten_with_path(tree, is_leaf=is_state)[0] if is_state(x)}
 
@@ -269,13 +253,10 @@ def _states_by_name(carried: Mapping[str, Any]) -> set[str]:
 
 def _numbered(module: Module, given: Sequence[Argument]) -> dict[int, Argument]:
     """Return the arguments by number in the program, which leaves out unused ones and has jax's names for them."""
-    found: dict[int, Argument] = {}
-    at = 0
+    found, left = dict[int, Argument](), list(given)
     for number, op in sorted(module.arguments.items()):
-        for k in range(at, len(given)):
-            if op.scope.endswith(given[k].name):
-                found[number], at = given[k], k + 1
-                break
+        if (k := next((k for k, x in enumerate(left) if op.scope.endswith(x.name)), None)) is not None:
+            found[number], left = left[k], left[k + 1 :]
     return found
 
 
@@ -318,24 +299,24 @@ def _first_program(step: Jitted, given: tuple[Any, Any], whole: Any, to: Target 
     if any(isinstance(getattr(sharding_of(x), "mesh", None), jax.sharding.AbstractMesh) for x in leaves):
         raise ValueError(_ON_ABSTRACT)
     donated = [info.donated for info in jax.tree.leaves(whole.args_info)]
-    if (given := on_files(of_step := given, whole.jaxpr)) is not of_step:
+    if (given := on_files(as_given := given, whole.jaxpr)) is not as_given:
         whole = step.trace(*given[0], **given[1])
     leaves = [x for x in jax.tree.leaves(given) if is_traced(x)]
     driven = Driven(whole.jaxpr, leaves, donated, {}, {}, segments=False)
-    task, program, inputs = driven.first
-    names = [str(name or "argument") for name in whole.jaxpr.jaxpr.debug_info.arg_names or [""] * len(leaves)]
-    names = [name if names.index(name) == k else f"{name} {k}" for k, name in enumerate(names)]
-    at = {v: k for k, v in enumerate(inputs)}
+    task, program, of_step = driven.first
+    at = {v: k for k, v in enumerate(of_step.arguments)}
     taken = [at[v] for v in task.inputs if v in at]
+    names = [name or "argument" for name in whole.jaxpr.jaxpr.debug_info.arg_names or [""] * len(leaves)]
+    names = [name if names.index(name) == k else f"{name} {k}" for k, name in enumerate(names)]
     handed = [{names[k]: in_its_memory(leaves[k]) for p, k in enumerate(taken) if (p in {*task.reused}) is own}
               for own in (True, False)]  # fmt: skip
 
     def before(donated: dict[str, Any], rest: dict[str, Any]) -> list[Any]:
         values = donated | rest
-        return list(program(*(values[names[at[v]]] if v in at else driven.consts[v] for v in task.inputs)))
+        return list(program(*(values[names[at[v]]] if v in at else of_step.consts[v] for v in task.inputs)))
 
-    jitted = jax.jit(before, donate_argnums=0, out_shardings=driven.result_places(task))
-    found = _lowered(jitted, (handed, {}), to, _given((handed, {})), sends=True)
+    first = jax.jit(before, donate_argnums=0, out_shardings=driven.result_places(task)).trace(*handed)
+    found = _lowered(first, (handed, {}), to, _given(first), sends=True)
     arrays = filter(is_traced, jax.tree.leaves(given, is_leaf=is_on_disk))
     others = [x for k, x in enumerate(arrays) if k not in taken]
     elsewhere = any(is_on_disk(x) or getattr(sharding_of(x), "memory_kind", None) == HOST_KIND for x in others)

@@ -14,8 +14,8 @@ from jax_offload._analysis.buffers import SCOPE
 from jax_offload._analysis.chips import Chip
 from jax_offload._analysis.chips import chip as chip_of
 from jax_offload._analysis.compiled import SAYS, Compiled, compiled
-from jax_offload._analysis.hlo import started, trips
-from jax_offload._analysis.timeline import COMPUTE, LOAD, STORE, UNKNOWN, Program, Segment, Timeline, leaf_of
+from jax_offload._analysis.hlo import Module
+from jax_offload._analysis.timeline import COMPUTE, LOAD, STORE, UNKNOWN, Program, Segment, Timeline
 from jax_offload._base.text import aligned, in_seconds, preformatted
 
 _MIB = 2**20
@@ -44,15 +44,6 @@ class Transfer:
     pieces: int
     hidden: float
     behind: str
-
-
-@dataclasses.dataclass(frozen=True)
-class Loop:
-    """A loop that moves chunks: the leaves, the number of iterations, and the bytes of one iteration, both ways."""
-
-    leaves: tuple[str, ...]
-    times: int
-    nbytes: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,25 +79,12 @@ def transfers(played: Timeline) -> tuple[Transfer, ...]:
     return tuple(result)
 
 
-def loops(schedule: Program) -> tuple[Loop, ...]:
-    """Return the loops that contain transfers, in the order of the text."""
-    found, buffers = list[Loop](), schedule.buffers
-    for op in (op for name in buffers.reached for op in buffers.ops(name) if op.opcode == "while"):
-        body = op.called("body")
-        copies = [(o, copy) for o in buffers.ops(body) if (copy := started(o))]
-        leaves = dict.fromkeys(leaf_of(buffers, body, o, copy.loads) for o, copy in copies)
-        if copies:
-            times = trips(op, buffers.ops(op.called("condition")))
-            found.append(Loop(tuple(leaves), times, sum(copy.nbytes for _, copy in copies)))
-    return tuple(found)
-
-
 def problems(program: Compiled, schedule: Program, played: Timeline) -> tuple[Problem, ...]:
     """Return the faults of a step that is meant to be offloaded, errors first."""
     found = [
         *_nothing_there(program),
         *_not_where_they_should_be(program),
-        *_crossed(program),
+        *_crossed(program.module),
         *_all_at_once(program, played),
         *_host_arithmetic(schedule),
     ]
@@ -169,33 +147,19 @@ def _not_where_they_should_be(program: Compiled) -> list[Problem]:
     return found
 
 
-def _crossed(program: Compiled) -> list[Problem]:
-    """Find donated buffers that are paired with a result in another memory, by the compiled program or before it."""
-    pairs: list[tuple[str, str]] = []
-    arguments, root = program.module.arguments, program.module.scopes["ENTRY"].root
-    for place, number in program.module.aliases.items():
-        result = root.leaves.get(place) if root is not None else None
-        if result is not None and result.host != arguments[number].arrays[0].host:
-            pairs.append((arguments[number].scope, f"result {place[0] if place else 0}"))
-    signature = re.search(r"func\.func public @main\((.*?)\) -> \(?(.*?)\)? \{\n", program.lowered, re.DOTALL)
-    if signature and not pairs:
-        takes, gives = (re.split(r"tensor<", part)[1:] for part in signature.groups())
-        kinds = [_kind(text) for text in gives]
-        for k, text in enumerate(takes):
-            to = re.search(r"tf\.aliasing_output = (\d+)", text)
-            if to and int(to[1]) < len(kinds) and _kind(text) != kinds[int(to[1])]:
-                scope = arguments[k].scope if k in arguments else f"argument {k}"
-                pairs.append((scope, f"result {to[1]}"))
+def _crossed(module: Module) -> list[Problem]:
+    """Find donated buffers that are paired with a result in another memory."""
     why = (
         "in another memory: that aborts on a CPU, and overwrites memory on a GPU. Return donated arguments in their "
         "order, or jit with jax_offload.jit"
     )
-    return [Problem(f"is donated, and its buffer is given to {result}, {why}", leaf) for leaf, result in pairs]
-
-
-def _kind(text: str) -> str:
-    found = re.search(r'mhlo\.memory_kind = "(\w+)"', text)
-    return found[1] if found else "device"
+    found = []
+    for place, number in module.aliases.items():
+        if module.taken[number].host != module.given_back[place].host:
+            result = f"result {place[0] if place else 0}"
+            what = f"is donated, and its buffer is given to {result}, {why}"
+            found.append(Problem(what, module.arguments[number].scope))
+    return found
 
 
 def _all_at_once(program: Compiled, played: Timeline) -> list[Problem]:
@@ -205,7 +169,7 @@ def _all_at_once(program: Compiled, played: Timeline) -> list[Problem]:
         if s.lane == LOAD and s.name != UNKNOWN:
             loaded[s.name] += s.nbytes
     held, total = played.window, sum(loaded.values())
-    ours = any(SCOPE.search(op.scope) for scope in program.module.scopes.values() for op in scope.ops)
+    ours = any(SCOPE.search(op.scope) for at in program.module.computations.values() for op in at.ops)
     if not state or not total or held < (_MOST_OF_A_STREAM if ours else _MOST) * total or (ours and held < _LARGE):
         return []
     leaves = _leaves(sorted(loaded, key=lambda leaf: (-loaded[leaf], leaf)))
@@ -225,24 +189,22 @@ def _all_at_once(program: Compiled, played: Timeline) -> list[Problem]:
 
 def _host_arithmetic(schedule: Program) -> list[Problem]:
     found: dict[str, dict[str, None]] = {}
-    scopes, buffers = schedule.module.scopes, schedule.buffers
-    for at in buffers.reached:
-        for op in scopes[at].ops:
-            host = '_xla_compute_type="host"' in op.rest or 'custom_call_target="HostExecute"' in op.rest
-            if not host or op.opcode.endswith("-done"):
-                continue
-            called = re.search(r"\b(?:calls=|called_computations=\{)%([\w.\-]+)", op.rest)
-            body = scopes.get(called[1]) if called else None
-            computed = [x for x in (body.ops if body else [op]) if x.opcode not in ("parameter", "copy", "tuple")]
-            what = "is copied within host memory by the host's cores, as XLA does not write it in place"
-            if computed:
-                name = next((x.scope for x in (op, *computed) if x.scope), op.name)
-                what = (
-                    f"{name} is computed by the host's cores, as its operand is in host memory: move it to the device "
-                    "first, jax_offload.to_device or jax.device_put(x, jax.memory.Space.Device)"
-                )
-            read = [of for x in op.operands if (of := buffers.argument(at, x)) and of.arrays[0].host]
-            found.setdefault(what, {}).update((of.scope, None) for of in read)
+    for op in (op for at in schedule.module.run for op in at.ops):
+        host = '_xla_compute_type="host"' in op.rest or op.target == "HostExecute"
+        if not host or op.opcode.endswith("-done"):
+            continue
+        called = re.search(r"\b(?:calls=|called_computations=\{)%([\w.\-]+)", op.rest)
+        body = schedule.module.computations.get(called[1]) if called else None
+        computed = [x for x in (body.ops if body else [op]) if x.opcode not in ("parameter", "copy", "tuple")]
+        what = "is copied within host memory by the host's cores, as XLA does not write it in place"
+        if computed:
+            name = next((x.scope for x in (op, *computed) if x.scope), op.name)
+            what = (
+                f"{name} is computed by the host's cores, as its operand is in host memory: move it to the device "
+                "first, jax_offload.to_device or jax.device_put(x, jax.memory.Space.Device)"
+            )
+        read = [of.scope for x in op.operands if (of := schedule.buffers.argument(x)) and of.array and of.array.host]
+        found.setdefault(what, {}).update(dict.fromkeys(read))
     return [Problem(what, _leaves(sorted(leaves)), error=False) for what, leaves in found.items()]
 
 
@@ -270,7 +232,6 @@ class Inspection:
       host: pinned host memory of the step's arguments, results and temporaries.
       host_temp: the temporaries among them. A program that streams in place has none.
       transfers: one for each leaf and direction between host and device.
-      loops: the loops that contain transfers.
       problems: the faults found; empty if all is well.
       timeline: the simulated run; ``None`` if the chip's figures are unknown.
       compiled_for: whether the step was compiled for a chip that is not there.
@@ -291,7 +252,6 @@ class Inspection:
     host: int
     host_temp: int
     transfers: tuple[Transfer, ...]
-    loops: tuple[Loop, ...]
     problems: tuple[Problem, ...]
     timeline: Timeline | None
     compiled_for: bool
@@ -321,7 +281,7 @@ class Inspection:
     def to_dict(self) -> dict[str, Any]:
         """Return everything as JSON types, without the timeline's segments."""
         plain = ("target", "compiled_for", "peak", "host", "host_temp", "unseen", "program")
-        lists = ("transfers", "loops", "problems")
+        lists = ("transfers", "problems")
         return {
             **{name: getattr(self, name) for name in plain},
             **{name: [dataclasses.asdict(x) for x in getattr(self, name)] for name in lists},
@@ -355,10 +315,6 @@ class Inspection:
             ]
             rows = rows if len(rows) <= 40 else [*rows[:39], (f"... and {len(rows) - 39} more", "", "", "", "")]
             found.append(("transfers", [("leaf", "way", "MiB", "hidden", "behind"), *rows]))
-        if self.loops:
-            rows = [(", ".join(x.leaves[:4]) + ("" if len(x.leaves) < 5 else f" and {len(x.leaves) - 4} more"),
-                     str(x.times), _mib(x.nbytes)) for x in self.loops]  # fmt: skip
-            found.append(("loops", [("leaves", "iterations", "MiB each"), *rows]))
         rows = [("error" if p.error else "warning", f"{p.leaf}: {p.what}" if p.leaf else p.what) for p in self.problems]
         rows = rows or [("none", "")]
         rows += [("not seen", self.unseen)] if self.unseen else []
@@ -442,7 +398,6 @@ def inspected(program: Compiled, chip: str | Path | Chip | None) -> Inspection:
             dataclasses.replace(t, leaf="gradients") if program.program and t.leaf == UNKNOWN else t
             for t in transfers(run)
         ),
-        loops=loops(schedule),
         problems=problems(program, schedule, run),
         timeline=None if speeds is None else run,
         compiled_for=program.compiled_for,

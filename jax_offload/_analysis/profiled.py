@@ -13,13 +13,11 @@ import jax
 
 from jax_offload._analysis.chips import Chip
 from jax_offload._analysis.compiled import compiled
-from jax_offload._analysis.hlo import Copy, Module, started
+from jax_offload._analysis.hlo import Module
 from jax_offload._analysis.inspection import inspected
 from jax_offload._analysis.timeline import COLLECTIVES, COMPUTE, LOAD, STORE, Segment, Timeline
 from jax_offload._base.text import aligned
 from jax_offload._report.callables import replaced
-
-Interval = tuple[float, float]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -96,34 +94,31 @@ def measured(segments: Sequence[Segment], steps: int, simulated: Timeline | None
     """
     if not segments:
         raise ValueError("profile(): the trace has nothing of a device or of XLA: may this user profile it?")
-    first = min(s.begin for s in segments)
+    first, last = min(s.begin for s in segments), max(s.end for s in segments)
     moved = [dataclasses.replace(s, begin=s.begin - first, end=s.end - first, waited=s.end - first) for s in segments]
-    spans = {lane: [(s.begin, s.end) for s in moved if s.lane == lane] for lane in (COMPUTE, LOAD, STORE, COLLECTIVES)}
-    copies, span = [*spans[LOAD], *spans[STORE]], max(s.end for s in moved)
-    busy, compute, copying = _length([*copies, *spans[COMPUTE]]), _length(spans[COMPUTE]), _length(copies)
-    loading, storing, collectives = (_length(spans[lane]) for lane in (LOAD, STORE, COLLECTIVES))
-    alone = _length([*copies, *spans[COMPUTE], *spans[COLLECTIVES]]) - busy
-    sums: dict[str, Any] = {
+
+    def length(*lanes: str) -> float:
+        return _length((s.begin, s.end) for s in moved if s.lane in lanes)
+
+    compute, copying, busy = length(COMPUTE), length(LOAD, STORE), length(COMPUTE, LOAD, STORE)
+    all_of_it = length(COMPUTE, LOAD, STORE, COLLECTIVES)
+    both: dict[str, Any] = {
+        "step": last - first,
         "compute": compute,
-        "collectives": collectives,
         "exposed": busy - compute,
-        "exposed_collectives": alone,
+        "collectives": length(COLLECTIVES),
+        "exposed_collectives": all_of_it - busy,
     }
-    timeline = Timeline(
-        step=span,
-        link=max(loading, storing),
-        loaded=sum(s.nbytes for s in moved if s.lane == LOAD),
-        stored=sum(s.nbytes for s in moved if s.lane == STORE),
-        segments=tuple(moved),
-        **sums,
-    )
-    sums |= {"step": span, "loading": loading, "storing": storing}
-    sums |= {"overlap": copying + compute - busy, "idle": span - busy - alone}
-    each = {name: seconds / steps for name, seconds in sums.items()}
+    own = {"loading": length(LOAD), "storing": length(STORE), "overlap": copying + compute - busy}
+    own["idle"] = last - first - all_of_it
+    loaded, stored = (sum(s.nbytes for s in moved if s.lane == lane) for lane in (LOAD, STORE))
+    link = max(own["loading"], own["storing"])
+    timeline = Timeline(link=link, loaded=loaded, stored=stored, segments=tuple(moved), **both)
+    each = {name: seconds / steps for name, seconds in (both | own).items()}
     return Profile(**each, steps=steps, simulated=simulated, timeline=timeline)
 
 
-def _length(intervals: Iterable[Interval]) -> float:
+def _length(intervals: Iterable[tuple[float, float]]) -> float:
     """Return the length of the union of the intervals."""
     total, reached = 0.0, float("-inf")
     for begin, end in sorted(intervals):
@@ -243,7 +238,7 @@ def _of_a_tpu(plane: Any, module: Module | None) -> Iterator[Segment]:
     for event in lines.get(_BESIDE, []):
         name = _plain(event.name)
         if (copy := copies.get(name)) is not None:
-            yield _segment(LOAD if copy.loads else STORE, event, name, copy.nbytes)
+            yield _segment(LOAD if copy[0] else STORE, event, name, copy[1])
         elif _COLLECTIVE.match(name):
             yield _segment(COLLECTIVES, event, name)
 
@@ -253,15 +248,12 @@ def _plain(name: str) -> str:
     return name.lstrip("%").partition(" ")[0]
 
 
-def _copies(module: Module) -> dict[str, Copy]:
+def _copies(module: Module) -> dict[str, tuple[bool, int]]:
     """Copies between host and device, by the names of the operations that start them and that wait for them."""
-    found: dict[str, Copy] = {}
-    for scope in module.scopes.values():
-        for op in scope.ops:
-            if (copy := started(op)) is not None:
-                found[op.name] = copy
-            elif op.opcode.endswith(("-done", "-update")) and op.operand in found:
-                found[op.name] = found[op.operand]
+    found = dict[str, tuple[bool, int]]()
+    for op in (op for at in module.computations.values() for op in at.ops):
+        if copy := (op.begun if op.opcode.endswith(("-done", "-update")) else op).copy:
+            found[op.name] = copy
     return found
 
 

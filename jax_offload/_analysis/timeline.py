@@ -19,10 +19,10 @@ from typing import Any
 
 import jax
 
-from jax_offload._analysis.buffers import WINDOW, Buffers
+from jax_offload._analysis.buffers import WINDOW, Buffers, Held
 from jax_offload._analysis.chips import Chip
 from jax_offload._analysis.chips import chip as chip_of
-from jax_offload._analysis.hlo import Module, Op, Scope, started, trips
+from jax_offload._analysis.hlo import RUNS, Computation, Module, Op
 from jax_offload._base.text import in_seconds
 
 COMPUTE, LOAD, STORE = "compute", "load", "store"
@@ -46,40 +46,6 @@ def compute_time(chip: Chip, operations: float, dtype: str) -> float:
 
 
 @dataclasses.dataclass(frozen=True)
-class Start:
-    """A copy or a collective, which runs on a queue beside the arithmetic."""
-
-    key: str
-    queue: str
-    seconds: float
-    nbytes: int = 0
-    name: str = ""
-
-
-@dataclasses.dataclass(frozen=True)
-class Cost:
-    """The effects of one operation of the schedule, in the order of the attributes.
-
-    Attributes:
-      begin: the bytes of each kind that the operation begins to hold in device memory.
-      starts: the copies and collectives that it starts.
-      waits: the keys of the copies and collectives that it waits for.
-      runs: another computation that it runs, and how often.
-      seconds: the seconds of its arithmetic.
-      name: the name of its arithmetic.
-      end: the bytes of each kind that it releases, as negative numbers.
-    """
-
-    begin: tuple[tuple[str, int], ...] = ()
-    starts: tuple[Start, ...] = ()
-    waits: tuple[str, ...] = ()
-    runs: tuple[str, int] | None = None
-    seconds: float = 0.0
-    name: str = ""
-    end: tuple[tuple[str, int], ...] = ()
-
-
-@dataclasses.dataclass(frozen=True)
 class Segment:
     """A span of time on a lane, with its begin and end in seconds, its name, and the bytes that it copies.
 
@@ -95,24 +61,45 @@ class Segment:
     waited: float = 0.0
 
 
+@dataclasses.dataclass(frozen=True)
+class Cost:
+    """The effects of one operation of the schedule, in the order of the attributes.
+
+    Attributes:
+      begin: the bytes of each kind that the operation begins to hold in device memory.
+      starts: the copies and collectives that it starts, each on a queue beside the arithmetic, from 0 on, by the key
+        that ``waits`` names.
+      waits: the keys of the copies and collectives that it waits for.
+      runs: another computation that it runs, and how often.
+      seconds: the seconds of its arithmetic.
+      name: the name of its arithmetic.
+      end: the bytes of each kind that it releases, as negative numbers.
+    """
+
+    begin: Held = ()
+    starts: Mapping[str, Segment] = dataclasses.field(default_factory=dict)
+    waits: tuple[str, ...] = ()
+    runs: tuple[Computation, int] | None = None
+    seconds: float = 0.0
+    name: str = ""
+    end: Held = ()
+
+
 class Program:
     """A module on a chip. It works out the cost of each computation once, and plays the schedule.
 
     Attributes:
       segments: all spans of time, in the order of their starts.
       memory: (time, bytes in device memory) for each change; ``at_most`` has the peak by kind.
-      free, busy, waited, nbytes: for each queue, when it is free, how long it was busy, how long the program waited
-        for it, and how much it moved.
+      free: when each queue is free.
     """
 
     def __init__(self, module: Module, chip: Chip, roles: Mapping[int, str] | None = None) -> None:
         self.chip, self.module = chip, module
         self.cache = "S(1)" if chip.platform == "tpu" else ""  # its memory on the chip
         self.buffers = Buffers(module, roles or {}, self.cache)
-        self._known: dict[str, list[Cost]] = {}
-        self.now = self.compute = 0.0
-        self.free, self.busy, self.waited = (defaultdict[str, float](float) for _ in range(3))
-        self.nbytes = defaultdict[str, int](int)
+        self._known: dict[Computation, list[Cost]] = {}
+        self.now, self.free = 0.0, defaultdict[str, float](float)
         self.segments: list[Segment] = []
         self.kinds = defaultdict[str, int](int, self.buffers.standing())
         self.total = sum(self.kinds.values())
@@ -120,102 +107,76 @@ class Program:
         self.most, self.at_most = self.total, dict(self.kinds)
         self.window = self.kinds[WINDOW]  # the most that it was
 
-    def costs(self, name: str) -> list[Cost]:
+    def costs(self, at: Computation) -> list[Cost]:
         """Return the costs of a computation's operations."""
-        if name not in self._known:
-            scope, held = self.module.scopes[name], self.buffers.held(name)
-            self._known[name] = [
-                cost
-                for op, (begin, end) in zip(scope.ops, held, strict=True)
-                if (cost := dataclasses.replace(self._cost(name, scope, op), begin=begin, end=end)) != Cost()
-            ]
-        return self._known[name]
+        if at not in self._known:
+            found = zip(map(self._cost, at.ops), self.buffers.held(at), strict=True)
+            costs = [dataclasses.replace(cost, begin=begin, end=end) for cost, (begin, end) in found]
+            self._known[at] = [cost for cost in costs if cost != Cost()]
+        return self._known[at]
 
-    def _cost(self, at: str, scope: Scope, op: Op) -> Cost:
-        if op.opcode == "while":
-            return Cost(runs=(op.called("body"), trips(op, self.module.scopes[op.called("condition")].ops)))
-        if op.opcode in ("call", "conditional"):  # of the branches the last one, or the one where it is true
-            return Cost(runs=(op.called("true_computation") or op.callees[-1], 1))
+    def _cost(self, op: Op) -> Cost:
+        if op.opcode in RUNS:  # of branches the last one, or the one where it is true
+            first = "true_computation" in op.rest
+            return Cost(runs=(op.callees[0 if first else -1], op.trips if op.opcode == "while" else 1))
         if op.opcode.endswith("-done"):
-            begun = scope.named.get(op.operand)
-            while begun is not None and begun.opcode.endswith("-update"):
-                begun = scope.named.get(begun.operand)
-            return Cost(waits=(begun.name if begun else op.operand,))
+            return Cost(waits=(op.begun.name,))
         if op.opcode.endswith("-update"):
             return Cost()
-        if copy := started(op):
-            leaf = leaf_of(self.buffers, at, op, copy.loads)
-            return Cost(starts=(self._copy(op.name, copy.loads, copy.nbytes, leaf),))
-        nbytes = self.module.collective(scope, op)
-        if nbytes is not None:
-            return self._collective(op, nbytes / self.chip.reached.interconnect)
-        return self._arithmetic(at, scope, op)
-
-    def _copy(self, key: str, loads: bool, nbytes: int, leaf: str) -> Start:
-        return Start(key, LOAD if loads else STORE, 0.0, nbytes, leaf)
-
-    def _collective(self, op: Op, seconds: float) -> Cost:
-        # A TPU starts and ends a collective by custom calls in two fusions, which share the channel.
-        targets = self.module.targets(op)
-        if {"AsyncCollectiveStart", "AsyncCollectiveDone"} & {*targets}:
-            found = (re.search(r"channel_id=\d+", o.rest) for _, o in self.module.inside(op))
-            channel = next(of[0] for of in found if of)
-            starts = "AsyncCollectiveStart" in targets
-            return Cost(starts=(Start(channel, COLLECTIVES, seconds),)) if starts else Cost(waits=(channel,))
-        start = Start(op.name, COLLECTIVES, seconds, 0, op.opcode.removesuffix("-start"))
-        return Cost(starts=(start,), waits=() if op.opcode.endswith("-start") else (op.name,))
-
-    def _arithmetic(self, at: str, scope: Scope, op: Op) -> Cost:
-        moved, matmuls, reached = self.module.moved(scope, op), self.module.matmuls(scope, op), self.chip.reached
-        cached = {m for m in moved if self.cache and self.cache in m.array.layout}
-        traffic = sum(m.nbytes for m in moved if not m.array.host and m not in cached)
-        narrow = [any(dtype in ("bf16", "f16") for dtype in m.dtypes) for m in matmuls]
-        flops = sum(m.flops / (reached.bf16 if fast else reached.f32) for m, fast in zip(matmuls, narrow, strict=True))
-        seconds = max(flops, traffic / reached.hbm)
-        if op.opcode.endswith("-start") and not matmuls:
-            return Cost(starts=(Start(op.name, WITHIN, seconds),))
+        if copy := op.copy:
+            return Cost(starts={op.name: self._copy(op, *copy)})
+        if (nbytes := op.collective) is not None:
+            return _collective(op, nbytes / self.chip.reached.interconnect)
+        reached, moved, cached = self.chip.reached, op.moved, self.cache or "none"
+        traffic = sum(nbytes for x, nbytes, _ in moved if not x.host and cached not in x.layout)
+        matmuls = sum(n / (reached.bf16 if narrow else reached.f32) for n, narrow in op.operations)
+        seconds = max(matmuls, traffic / reached.hbm)
+        if op.starts and not matmuls:
+            return Cost(starts={op.name: Segment(WITHIN, 0.0, seconds, "")})
         # An operation that reads or writes host memory itself waits for the copy at once.
-        starts = tuple(
-            self._copy(f"{op.name} {loads}", loads, nbytes, leaf_of(self.buffers, at, op, loads))
+        starts = {
+            f"{op.name} {loads}": self._copy(op, loads, nbytes)
             for loads in (True, False)
-            if (nbytes := sum(m.nbytes for m in moved if m.array.host and m.written is not loads))
-        )
-        return Cost(starts=starts, waits=tuple(s.key for s in starts), seconds=seconds, name=label(op))
+            if (nbytes := sum(nbytes for x, nbytes, written in moved if x.host and written is not loads))
+        }
+        return Cost(starts=starts, waits=(*starts,), seconds=seconds, name=label(op))
 
-    def play(self, name: str) -> None:
+    def _copy(self, op: Op, loads: bool, nbytes: int) -> Segment:
+        seconds = nbytes / self.chip.host_link
+        return Segment(LOAD if loads else STORE, 0.0, seconds, leaf_of(self.buffers, op, loads), nbytes)
+
+    def play(self, at: Computation) -> None:
         """Run a computation from now on."""
         in_flight: dict[str, int] = {}  # the place of its segment
-        for cost in self.costs(name):
+        for cost in self.costs(at):
             self._hold(cost.begin)
-            for start in cost.starts:
-                in_flight[start.key] = self._start(start)
+            for key, start in cost.starts.items():
+                in_flight[key] = self._start(start)
             for key in cost.waits:
                 if key in in_flight:
                     self._wait(in_flight.pop(key))
-            for _ in range(cost.runs[1] if cost.runs else 0):
-                self.play(cost.runs[0] if cost.runs else "")
+            for inner in [cost.runs[0]] * cost.runs[1] if cost.runs else ():
+                self.play(inner)
             if cost.seconds:
                 self.segments.append(Segment(COMPUTE, self.now, self.now + cost.seconds, cost.name))
                 self.now += cost.seconds
-                self.compute += cost.seconds
             self._hold(cost.end)
         for place in sorted(in_flight.values(), key=lambda place: self.segments[place].end):
             self._wait(place)
 
-    def _start(self, start: Start) -> int:
-        begin = max(self.now, self.free[start.queue])
-        end = begin + (self._copying(start, begin) if start.queue in _OTHER_WAY else start.seconds)
-        self.free[start.queue] = end
-        self.busy[start.queue] += end - begin
-        self.nbytes[start.queue] += start.nbytes
-        self.segments.append(Segment(start.queue, begin, end, start.name, start.nbytes, end))
+    def _start(self, start: Segment) -> int:
+        begin = max(self.now, self.free[start.lane])
+        end = self.free[start.lane] = begin + self._seconds(start, begin)
+        self.segments.append(dataclasses.replace(start, begin=begin, end=end, waited=end))
         return len(self.segments) - 1
 
-    def _copying(self, start: Start, begin: float) -> float:
-        """Return the seconds of a copy over the link: a copy of the other way that is in flight keeps its speed, and
-        leaves the rest of what both ways reach at once."""
+    def _seconds(self, start: Segment, begin: float) -> float:
+        """Return how long something runs on its queue. Of two copies over the link, the one that is in flight keeps its
+        speed, and leaves to the other way the rest of what both reach at once."""
+        shared = max(0.0, self.free[_OTHER_WAY[start.lane]] - begin) if start.lane in _OTHER_WAY else 0.0
+        if not shared:
+            return start.end
         alone, rest = self.chip.host_link, max(0.0, self.chip.host_link_both - self.chip.host_link)
-        shared = max(0.0, self.free[_OTHER_WAY[start.queue]] - begin)
         if start.nbytes <= rest * shared:
             return start.nbytes / rest
         return shared + (start.nbytes - rest * shared) / alone
@@ -223,11 +184,10 @@ class Program:
     def _wait(self, place: int) -> None:
         copy = self.segments[place]
         if copy.end > self.now:
-            self.waited[copy.lane] += copy.end - self.now
             self.segments[place] = dataclasses.replace(copy, waited=self.now)
             self.now = copy.end
 
-    def _hold(self, nbytes: tuple[tuple[str, int], ...]) -> None:
+    def _hold(self, nbytes: Held) -> None:
         if not nbytes:
             return
         for kind, more in nbytes:
@@ -243,22 +203,37 @@ class Program:
 
     def timeline(self) -> Timeline:
         """Play the whole program."""
-        self.play("ENTRY")
+        self.play(self.module.entry)
+
+        def of(*lanes: str) -> list[Segment]:
+            return [s for s in self.segments if s.lane in lanes]
+
+        waited = {lane: sum(s.end - s.waited for s in of(lane)) for lane in (LOAD, STORE, COLLECTIVES, WITHIN)}
+        loaded, stored = (sum(s.nbytes for s in of(lane)) for lane in (LOAD, STORE))
         return Timeline(
             step=self.now,
-            compute=self.compute + self.waited[WITHIN],
-            link=link_time(self.chip, self.nbytes[LOAD], self.nbytes[STORE]),
-            collectives=self.busy[COLLECTIVES],
-            exposed=self.waited[LOAD] + self.waited[STORE],
-            exposed_collectives=self.waited[COLLECTIVES],
-            loaded=self.nbytes[LOAD],
-            stored=self.nbytes[STORE],
+            compute=sum(s.end - s.begin for s in of(COMPUTE)) + waited[WITHIN],
+            link=link_time(self.chip, loaded, stored),
+            collectives=sum(s.end - s.begin for s in of(COLLECTIVES)),
+            exposed=waited[LOAD] + waited[STORE],
+            exposed_collectives=waited[COLLECTIVES],
+            loaded=loaded,
+            stored=stored,
             chip=self.chip.name,
             segments=tuple(self.segments),
             memory=tuple(self.memory),
             peak=self.at_most,
             window=self.window,
         )
+
+
+def _collective(op: Op, seconds: float) -> Cost:
+    # A TPU starts and ends a collective by custom calls in two fusions, which share the channel.
+    targets, own = {x.target for x in op.inside}, Segment(COLLECTIVES, 0.0, seconds, op.base)
+    if {"AsyncCollectiveStart", "AsyncCollectiveDone"} & targets:
+        channel = next(of[0] for x in op.inside if (of := re.search(r"channel_id=\d+", x.rest)))
+        return Cost(starts={channel: own}) if "AsyncCollectiveStart" in targets else Cost(waits=(channel,))
+    return Cost(starts={op.name: own}, waits=() if op.starts else (op.name,))
 
 
 def label(op: Op) -> str:
@@ -270,13 +245,12 @@ def label(op: Op) -> str:
     return "/".join(words[-4:]) or op.name
 
 
-def leaf_of(buffers: Buffers, at: str, op: Op, loads: bool) -> str:
+def leaf_of(buffers: Buffers, op: Op, loads: bool) -> str:
     """The leaf that a copy belongs to: the argument that it reads or writes, else the leaf in its jax name."""
-    places = [(operand, ()) for operand in op.operands]
-    places = places if loads else [(op.name, place) for place, array in op.leaves.items() if array.host] + places
-    for value, place in places:
-        argument = buffers.argument(at, value, place)
-        if argument is not None and argument.arrays and argument.arrays[0].host:
+    made = [(op, place) for place, array in op.leaves.items() if array.host]
+    for value, place in [*([] if loads else made), *((x, ()) for x in op.operands)]:
+        argument = buffers.argument(value, place)
+        if argument is not None and argument.array and argument.array.host:
             return argument.scope or argument.name
     named = re.search(r"jax_offload/(?:prefetch|write-back)/(.*)/", op.scope)
     return named[1] if named else UNKNOWN

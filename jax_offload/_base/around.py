@@ -18,7 +18,7 @@ import contextvars
 import dataclasses
 import functools
 import types
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -28,7 +28,7 @@ from jax.sharding import AbstractMesh, NamedSharding, Sharding
 
 from jax_offload._base import memory
 from jax_offload._base.arrays import is_array
-from jax_offload._base.paths import key_of
+from jax_offload._base.paths import by_key
 from jax_offload._base.shardings import Shardings, devices_of, same_sharding, sharding_of
 
 NESTED = (
@@ -74,19 +74,15 @@ def _within(**changes: Any) -> Iterator[None]:
         _AROUND.reset(token)
 
 
-def running(params: Any) -> contextlib.AbstractContextManager[None]:
-    """A context in which the traced function will run, on parameters that are sharded like ``params``."""
-    return _within(shardings=_shardings_in(params), runs=True, remembers=True)
+def described(params: Any = None, *, remember: bool = False) -> contextlib.AbstractContextManager[None]:
+    """A context in which a function is traced only to be read.
 
-
-def described(params: Any, *, remember: bool = False) -> contextlib.AbstractContextManager[None]:
-    """A context in which a function is traced only to be read, for parameters that are sharded like ``params``."""
-    return _within(shardings=_shardings_in(params), runs=False, remembers=remember)
-
-
-def step_described() -> contextlib.AbstractContextManager[None]:
-    """Inside, a whole step is traced to be read."""
-    return _within(runs=False, remembers=False)
+    Args:
+      params: parameters, sharded as those of the trace are; ``None`` for a whole step, whose arguments tell.
+      remember: whether each ``offload`` remembers the parameters' shardings.
+    """
+    told = {} if params is None else {"shardings": _shardings_in(params)}
+    return _within(runs=False, remembers=remember, **told)
 
 
 def within_offload() -> contextlib.AbstractContextManager[None]:
@@ -118,9 +114,8 @@ def without_sharding(params: Any, shardings: Shardings) -> frozenset[str]:
     """The paths of parameters that have no entry in ``shardings`` and might be divided: a description gives them no
     sharding, or a trace tells only that their mesh has several devices."""
     described = _AROUND.get().shardings is not None
-    flat = [(key_of(path), x) for path, x in jax.tree_util.tree_flatten_with_path(params)[0]]
-    missing = [(path, x) for path, x in flat if path not in shardings and is_array(x)]
-    return frozenset(path for path, x in missing if described or devices_of(x) > 1)
+    missing = {path: x for path, x in by_key(params).items() if path not in shardings and is_array(x)}
+    return frozenset(path for path, x in missing.items() if described or devices_of(x) > 1)
 
 
 class Remembered:
@@ -146,21 +141,22 @@ class Remembered:
 
     def unambiguous(self, params: Any) -> Shardings:
         """The shardings of the parameters that have had only one; with several, a trace may be about any of them."""
-        paths = [key_of(path) for path, _ in jax.tree_util.tree_flatten_with_path(params)[0]]
-        return {path: found[0] for path in paths if len(found := self._shardings.get(path, ())) == 1}
+        return {path: found[0] for path in by_key(params) if len(found := self._shardings.get(path, ())) == 1}
 
 
 def _shardings_in(params: Any) -> Shardings:
-    flat = jax.tree_util.tree_flatten_with_path(params)[0]
-    found = {key_of(path): s for path, x in flat if (s := sharding_of(x)) is not None}
-    return {path: memory.with_kind(s, memory.DEVICE_KIND) if memory.is_host_kind(s) else s for path, s in found.items()}
+    found = {path: s for path, x in by_key(params).items() if (s := sharding_of(x)) is not None}
+    on_device = {path: memory.with_kind(s, memory.DEVICE_KIND) for path, s in found.items()
+                 if s.memory_kind == memory.HOST_KIND}  # fmt: skip
+    return found | on_device
 
 
 # ---- an update outside of any ``jit``
 
 
 def compiled_where_eager(like: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Decorate a function so that it is jitted outside a trace, and runs unchanged inside one.
+    """Decorate a function so that it is jitted outside a trace. Inside one, and with an argument that cannot be hashed,
+    it runs unchanged.
 
     Run equation by equation, an update would be traced anew, and each loop over chunks compiled, at every step.
 
@@ -175,23 +171,24 @@ def compiled_where_eager(like: Callable[..., Any]) -> Callable[[Callable[..., An
         )  # it is called first, and its name is in the error about a missing argument
 
         @functools.partial(jax.jit, static_argnums=(0, 1, 2))
-        def run(treedef: Any, given: tuple[_Static | None, ...], shardings: tuple[Any, ...], arrays: list[Any]) -> Any:
+        def run(treedef: Any, given: tuple[Any, ...], shardings: tuple[Any, ...], arrays: list[Any]) -> Any:
             def filled(operands: Iterable[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
                 """The call's arguments, with these in the places of its operands, which ``given`` leaves empty."""
                 values = iter(operands)
-                return jax.tree.unflatten(treedef, [next(values) if x is None else x.value for x in given])
+                return jax.tree.unflatten(treedef, [next(values) if x is None else x[1] for x in given])
 
             args, kwargs = filled(types.SimpleNamespace(sharding=sharding) for sharding in shardings)
-            with running(like(*args, **kwargs)):
+            with _within(shardings=_shardings_in(like(*args, **kwargs)), runs=True, remembers=True):
                 args, kwargs = filled(arrays)
                 return fun(*args, **kwargs)
 
         @functools.wraps(fun)
         def wrapper(*args: Any, **kwargs: Any) -> Any:
             leaves, treedef = jax.tree.flatten((args, kwargs))
-            if any(isinstance(x, Tracer) for x in leaves) or memory.under_jit():
+            unhashable = not all(_is_operand(x) or isinstance(x, Hashable) for x in leaves)
+            if unhashable or any(isinstance(x, Tracer) for x in leaves) or memory.under_jit():
                 return fun(*args, **kwargs)
-            given = tuple(None if _is_operand(x) else _Static(x) for x in leaves)
+            given = tuple(None if _is_operand(x) else (type(x), x) for x in leaves)  # True == 1 == 1.0
             operands = [x for x, static in zip(leaves, given, strict=True) if static is None]
             return run(treedef, given, tuple(getattr(x, "sharding", None) for x in operands), operands)
 
@@ -200,29 +197,6 @@ def compiled_where_eager(like: Callable[..., Any]) -> Callable[[Callable[..., An
     return decorate
 
 
-@dataclasses.dataclass(frozen=True)
-class _Static:
-    """A value that is compiled in, such as a function. It equals the same value of the same type."""
-
-    value: Any
-
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, _Static) or type(self.value) is not type(other.value):
-            return False
-        return self.value is other.value or (_hashable(self.value) and bool(self.value == other.value))
-
-    def __hash__(self) -> int:
-        return hash(self.value) if _hashable(self.value) else id(self.value)
-
-
 def _is_operand(x: Any) -> bool:
     """Whether ``x`` is an operand: an array, or a float, which may change at every step. An int may be a flag."""
     return isinstance(x, (jax.Array, np.ndarray, np.generic, float, complex))
-
-
-def _hashable(x: Any) -> bool:
-    try:
-        hash(x)
-    except TypeError:
-        return False
-    return True

@@ -124,15 +124,11 @@ def check_returned(context: Any, names: Sequence[str], home: Home, where: str) -
     results = [(_words(path), path, on_host) for path, on_host in results_of_main(context)]
     if sum(on_host for *_, on_host in results) >= len(names):
         return
-    by_end = dict[str, list[tuple[list[str], str, bool]]]()
-    for each in results:
-        by_end.setdefault(each[0][-1] if each[0] else "", []).append(each)
-
-    def returned(name: list[str]) -> list[tuple[str, bool]]:
-        found = by_end.get(name[-1], []) if name else results
-        return [(path, on_host) for parts, path, on_host in found if parts[len(parts) - len(name) :] == name]
-
-    kept = [returned(_words(name)) for name in names]
+    wanted, ends = [_words(name) for name in names], dict[tuple[str, ...], list[tuple[str, bool]]]()
+    for parts, path, on_host in results:
+        for n in {len(name) for name in wanted}:
+            ends.setdefault(parts[max(len(parts) - n, 0) :], []).append((path, on_host))
+    kept = [ends.get(name, []) for name in wanted]
     forced = [found for found in kept if found and not any(on_host for _, on_host in found)]
     if not forced:
         return
@@ -147,5 +143,5 @@ def check_returned(context: Any, names: Sequence[str], home: Home, where: str) -
     )
 
 
-def _words(path: str) -> list[str]:
-    return [part for part in re.findall(r"\w+", path) if part != "value"]  # nnx boxes each leaf
+def _words(path: str) -> tuple[str, ...]:
+    return tuple(part for part in re.findall(r"\w+", path) if part != "value")  # nnx boxes each leaf

@@ -280,11 +280,6 @@ def branches_of(eqn: Equation) -> tuple[ClosedJaxpr, ...]:
     return eqn.params["branches"]
 
 
-def holds_equations(eqn: Equation) -> bool:
-    """Whether an equation runs a jaxpr: a call, a branch, a loop."""
-    return bool(eqn.params) and any(True for _ in jex.jaxprs_in_params(eqn.params))
-
-
 def jaxpr_of(
     fun: Callable[..., Any], *args: Any, static: Sequence[int] = (), named: Mapping[str, Any] = MappingProxyType({})
 ) -> tuple[ClosedJaxpr, Any]:
@@ -311,21 +306,19 @@ def closed(jaxpr: Jaxpr, consts: Sequence[Any] = ()) -> ClosedJaxpr:
     return ClosedJaxpr(jaxpr, list(consts))
 
 
-def closed_like(
-    like: ClosedJaxpr, inputs: Sequence[Var], eqns: Sequence[Equation], outputs: Sequence[Atom]
-) -> ClosedJaxpr:
-    """A closed jaxpr without constants that replaces another one, such as a branch, by some equations."""
-    return closed(Jaxpr([], inputs, outputs, eqns, like.effects, nameless(like.jaxpr.debug_info)))
-
-
 def jaxpr_like(like: Jaxpr, eqns: Sequence[Equation], outputs: Sequence[Atom]) -> Jaxpr:
     """Other equations, with the same inputs and effects."""
     return cast(Any, like).replace(eqns=list(eqns), outvars=list(outputs))
 
 
+def holds_jaxprs(params: dict[str, Any]) -> bool:
+    """Whether an equation with these parameters runs a jaxpr: a call, a branch, a loop."""
+    return bool(params) and any(True for _ in jex.jaxprs_in_params(params))
+
+
 def with_jaxprs(params: dict[str, Any], change: Callable[[Jaxpr], Jaxpr]) -> dict[str, Any]:
     """An equation's parameters, with the open jaxprs in them changed; the same where none is."""
-    if not any(True for _ in jex.jaxprs_in_params(params)):
+    if not holds_jaxprs(params):
         return params
 
     def one(value: Any) -> Any:

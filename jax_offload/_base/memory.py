@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 import math
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -14,7 +13,6 @@ from jax.core import Tracer
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
 from jax_offload._base import private
-from jax_offload._base.jaxprs import Equation, jaxpr_of, run_equation
 
 Space = jax.memory.Space
 HOST_KIND = "pinned_host"
@@ -51,53 +49,33 @@ def well_typed(x: Any) -> Any:
 
 def to_host(x: jax.Array) -> jax.Array:
     """Move ``x`` to pinned host memory, unless it is there: moving again is not free (marin#3766)."""
-    return x if on_host(x) else _moved(x, Space.Device, Space.Host)
+    return x if on_host(x) else jax.device_put(x, Space.Host, src=Space.Device)
 
 
 def to_device(x: jax.Array) -> jax.Array:
     """Move ``x`` to device memory, unless it is there."""
-    return _moved(x, Space.Host, Space.Device) if on_host(x) else x
+    return jax.device_put(x, Space.Device, src=Space.Host) if on_host(x) else x
 
 
 def loaded(tree: Any) -> Any:
     """Return ``tree`` with its host leaves in device memory."""
-    leaves, treedef = jax.tree.flatten(tree)
-    return jax.tree.unflatten(treedef, _all_moved(leaves, [on_host(x) for x in leaves], Space.Host, Space.Device))
+    return _moved(tree, on_host, Space.Host, Space.Device)
 
 
 def stored(tree: Any, chosen: Iterable[bool]) -> Any:
     """Return ``tree`` with the chosen leaves in host memory."""
+    belongs = iter(chosen)
+    return _moved(tree, lambda x: next(belongs) and not on_host(x), Space.Device, Space.Host)
+
+
+def _moved(tree: Any, moves: Callable[[Any], bool], src: Any, to: Any) -> Any:
+    """Move some leaves by one equation: a step moves hundreds."""
     leaves, treedef = jax.tree.flatten(tree)
-    move = [c and not on_host(x) for c, x in zip(chosen, leaves, strict=True)]
-    return jax.tree.unflatten(treedef, _all_moved(leaves, move, Space.Device, Space.Host))
-
-
-def _all_moved(xs: Sequence[Any], move: Sequence[bool], src: Any, to: Any) -> list[Any]:
-    """Move the chosen leaves; in a trace by one equation, because a step moves hundreds."""
-    found = list(xs)
-    traced = [k for k, x in enumerate(xs) if move[k] and isinstance(x, Tracer)]
-    if traced:
-        eqn = _move(src, to)
-        params = {name: tuple(said) * len(traced) for name, said in eqn.params.items()}
-        for k, moved in zip(traced, run_equation(eqn, [xs[k] for k in traced], params), strict=True):
-            found[k] = moved
-    return [_moved(x, src, to) if now and not isinstance(x, Tracer) else x for x, now in zip(found, move, strict=True)]
-
-
-def _moved(x: jax.Array, src: Any, to: Any) -> jax.Array:
-    if not isinstance(x, Tracer):
-        return jax.device_put(x, to, src=src)
-    eqn = _move(src, to)  # a step moves hundreds of leaves: jax's function takes as long as three equations
-    (moved,) = run_equation(eqn, [x], eqn.params)
-    return moved
-
-
-@functools.cache
-def _move(src: Any, to: Any) -> Equation:
-    """The equation of a move between memories."""
-    scalar = jax.ShapeDtypeStruct((), np.float32)
-    (eqn,) = jaxpr_of(lambda x: jax.device_put(x, to, src=src), scalar)[0].jaxpr.eqns
-    return eqn
+    chosen = [k for k, x in enumerate(leaves) if moves(x)]
+    if chosen:
+        for k, x in zip(chosen, jax.device_put([leaves[k] for k in chosen], to, src=src), strict=True):
+            leaves[k] = x
+    return jax.tree.unflatten(treedef, leaves)
 
 
 def copy_on_host(x: jax.Array) -> jax.Array:
@@ -148,10 +126,6 @@ def ambient_sharding() -> Sharding:
     if not mesh.empty:
         return NamedSharding(mesh, PartitionSpec())
     return jax.numpy.zeros(()).sharding
-
-
-def is_host_kind(sharding: Sharding) -> bool:
-    return sharding.memory_kind == HOST_KIND
 
 
 def with_kind(sharding: Sharding, kind: str) -> Sharding:

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
-import gc
-import threading
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, Protocol
 
 import jax
@@ -21,33 +18,6 @@ from jax_offload._base.private import (
     set_rules,
     zero_tangent,
 )
-
-_lock = threading.Lock()
-_waits = 0  # how many are under way, in all threads
-_was_on = False
-
-
-@contextlib.contextmanager
-def collector_waits() -> Iterator[None]:
-    """Keep Python's garbage collector from running while any of these is under way.
-
-    Tracing and lowering an update allocate hundreds of objects for each leaf. Nearly all of them stay, and the
-    collector goes through them again and again.
-    """
-    global _waits, _was_on
-    with _lock:
-        if not _waits:
-            _was_on = gc.isenabled()
-            gc.disable()
-        _waits += 1
-    try:
-        yield
-    finally:
-        with _lock:
-            _waits -= 1
-            if not _waits and _was_on:
-                gc.enable()
-
 
 # ---- a primitive with a lowering of its own, and a primitive that becomes equations
 
@@ -154,7 +124,6 @@ def call_primitive(name: str) -> Primitive:
         outvars = [v for v, u in zip(eqn.outvars, used, strict=True) if u]
         return needed, eqn.replace(invars=invars, outvars=outvars, params=params_of(update), effects=update.effects)
 
-    @collector_waits()
     def lower(context: Any, *args: Any, update: Call, recipe: Jaxpr, for_cpu: bool = False) -> Any:
         # Not as a function of its own: XLA's CPU rounds bfloat16 at its edges, as it inlines it too late.
         return lowered(lambda *args: update.emitted(args, lowered=True, for_cpu=for_cpu), context, *args, several=True)

@@ -98,6 +98,11 @@ def key_of(path: KeyPath) -> str:
     return keystr(path[:-1] if _ends_in_value(path) else path)
 
 
+def by_key(tree: Any) -> dict[str, Any]:
+    """The leaves of a tree by their paths' keys."""
+    return {key_of(path): x for path, x in leaves_with_paths(tree)}
+
+
 def names_of(paths: Sequence[KeyPath]) -> list[str]:
     """All parameters' paths as users write them, ``a/b/c``; a ``.value`` with siblings is no box, and stays."""
     under = Counter(path[:n] for path in paths for n in range(len(path)))

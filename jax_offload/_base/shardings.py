@@ -13,12 +13,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
-import numpy as np
-from jax.core import ShapedArray, Tracer
+from jax.core import Tracer
 from jax.sharding import AxisType, NamedSharding, PartitionSpec, Sharding
 
 from jax_offload._base.arrays import is_array
-from jax_offload._base.private import manual_axes_of
 
 Shardings = dict[str, Sharding]  # path of a parameter -> its sharding
 Layouts = dict[str, NamedSharding]  # the same, on a mesh
@@ -70,11 +68,6 @@ def devices_of(x: Any) -> int:
     mesh = jax.typeof(x).sharding.mesh
     sizes = zip(mesh.axis_sizes, mesh.axis_types, strict=True)
     return math.prod(size for size, kind in sizes if kind != AxisType.Manual)
-
-
-def varies(aval: Any) -> bool:
-    """Whether values of a type differ between devices inside ``shard_map``."""
-    return manual_axes_of(aval) != manual_axes_of(ShapedArray((), np.dtype(np.float32)))
 
 
 def is_manual() -> bool:

@@ -25,8 +25,17 @@ import numpy as np
 from jax.sharding import Mesh, Sharding, SingleDeviceSharding
 
 from jax_offload._base.boxes import Box, box_of, box_of_shape, shape_of
-from jax_offload._base.jaxprs import Jaxpr, Literal, jaxpr_of, nameless, run_equation, values_of, with_jaxprs
-from jax_offload._base.memory import DEVICE_KIND, HOST_KIND, copy_on_host, on_host, to_host, with_kind
+from jax_offload._base.jaxprs import Jaxpr, Literal, jaxpr_of, jit, nameless, run_equation, values_of, with_jaxprs
+from jax_offload._base.memory import (
+    DEVICE_KIND,
+    HOST_KIND,
+    copy_on_host,
+    is_host_aval,
+    on_host,
+    to_device,
+    to_host,
+    with_kind,
+)
 from jax_offload._base.processes import allgathered
 
 # The fewest elements in a part, and the number of parts for each thread: threads that are delayed take fewer.
@@ -70,13 +79,19 @@ def lent(x: Any) -> Any:
     return jax.device_put(np.asarray(one_of(x)), here, may_alias=True)
 
 
-def brought_back(x: Any, sharding: Sharding, *, by_shards: bool) -> Any:
-    """Start to copy a result to the step's own memory; ``by_shards``: a kernel made it."""
-    if by_shards:
-        return _resharded_as(x, sharding)
-    if jnp.issubdtype(x.dtype, jax.dtypes.extended):
-        return jax.device_put(x, sharding)
-    return jax.device_put(np.asarray(x), with_kind(sharding, x.sharding.memory_kind), may_alias=on_host(x))
+def brought_back(x: jax.Array, sharding: Sharding) -> jax.Array:
+    """Start to copy a result to the step's own memory. A kernel has made it on the step's devices already, which divide
+    it otherwise if need be; a program of XLA has made it whole."""
+    if x.sharding == sharding:
+        return x
+    if x.sharding.device_set != sharding.device_set:
+        if jnp.issubdtype(x.dtype, jax.dtypes.extended):
+            return jax.device_put(x, sharding)
+        return jax.device_put(np.asarray(x), with_kind(sharding, str(x.sharding.memory_kind)), may_alias=on_host(x))
+    if not x.sharding.is_equivalent_to(with_kind(sharding, str(x.sharding.memory_kind)), x.ndim):
+        x = jax.device_put(x, with_kind(x.sharding, DEVICE_KIND))
+        x = jax.device_put(x, with_kind(sharding, DEVICE_KIND))
+    return jax.device_put(x, sharding)
 
 
 def on_cpus(devices: Iterable[Any]) -> bool:
@@ -92,16 +107,6 @@ def is_sent(x: Any) -> bool:
 def one_of(x: Any) -> Any:
     """Return one shard of a replicated array, a view of its memory; return any other array unchanged."""
     return x.addressable_data(0) if isinstance(x, jax.Array) and x.is_fully_replicated else x
-
-
-def _resharded_as(x: jax.Array, sharding: Sharding) -> jax.Array:
-    """Return a kernel's result with the given sharding; the accelerators divide it otherwise if need be."""
-    if x.sharding == sharding:
-        return x
-    if not x.sharding.is_equivalent_to(with_kind(sharding, str(x.sharding.memory_kind)), x.ndim):
-        x = jax.device_put(x, with_kind(x.sharding, DEVICE_KIND))
-        x = jax.device_put(x, with_kind(sharding, DEVICE_KIND))
-    return jax.device_put(x, sharding)
 
 
 def replicas_of(x: Any) -> dict[Box, list[Any]]:
@@ -191,11 +196,27 @@ def threads() -> int:
 _CONSTRAINTS = ("sharding_constraint", "reshard")
 
 
-def run_undivided(jaxpr: Jaxpr) -> Callable[..., list[Any]]:
-    """Return a jaxpr for a mesh as a function of whole arrays on one device, without constraints and shardings."""
+def program(jaxpr: Jaxpr) -> Callable[..., list[Any]]:
+    """Compile a jaxpr as a program of XLA on the cores. It takes operands that were sent.
 
-    def run(*operands: Any) -> list[Any]:
-        env = dict(zip([*jaxpr.constvars, *jaxpr.invars], operands, strict=True))
+    It runs without the step's mesh, which does not contain the cores.
+    """
+    run = jit(_run_undivided(jaxpr))
+
+    def called(*operands: Any) -> list[Any]:
+        with jax.set_mesh(Mesh(np.empty((), object), ())):
+            return run(*map(lent, operands))
+
+    return called
+
+
+def _run_undivided(jaxpr: Jaxpr) -> Callable[..., list[Any]]:
+    """Return a jaxpr for a mesh as a function of whole arrays on one device, without constraints and shardings. Its
+    operands may be in host memory, whatever its types say."""
+
+    def step_cores(*operands: Any) -> list[Any]:
+        inputs = [*jaxpr.constvars, *jaxpr.invars]
+        env = {v: x if is_host_aval(v.aval) else to_device(x) for v, x in zip(inputs, operands, strict=True)}
         for eqn in jaxpr.eqns:
             results = given = [v.val if isinstance(v, Literal) else env[v] for v in eqn.invars]
             if eqn.primitive.name not in _CONSTRAINTS:
@@ -206,7 +227,7 @@ def run_undivided(jaxpr: Jaxpr) -> Callable[..., list[Any]]:
             env.update(zip(eqn.outvars, results, strict=True))
         return values_of(env, jaxpr.outvars)
 
-    return run
+    return step_cores
 
 
 def _undivided(jaxpr: Jaxpr) -> Jaxpr:
@@ -215,22 +236,8 @@ def _undivided(jaxpr: Jaxpr) -> Jaxpr:
         cast(Any, v.aval).update(sharding=None) if hasattr(v.aval, "sharding") else v.aval
         for v in (*jaxpr.constvars, *jaxpr.invars)
     ]
-    traced = jaxpr_of(run_undivided(jaxpr), *types)[0].jaxpr
+    traced = jaxpr_of(_run_undivided(jaxpr), *types)[0].jaxpr
     n = len(jaxpr.constvars)
     return Jaxpr(
         traced.invars[:n], traced.invars[n:], traced.outvars, traced.eqns, traced.effects, nameless(traced.debug_info)
     )
-
-
-def without_mesh(run: Callable[..., Any]) -> Callable[..., Any]:
-    """Return ``run`` as a function that runs without the step's mesh, which does not contain the cores."""
-
-    def called(*operands: Any) -> Any:
-        with _no_mesh():
-            return run(*operands)
-
-    return called
-
-
-def _no_mesh() -> Any:
-    return jax.set_mesh(Mesh(np.empty((), object), ()))

@@ -19,8 +19,9 @@ from jax_offload._base.arrays import nbytes
 from jax_offload._base.jaxprs import Atom, Equation, Literal, Var, inner_of, values_of, variables
 from jax_offload._base.memory import HOST_KIND
 from jax_offload._base.on_disk import IN_MEMORY, READ, WRITE, Ends, Place, Range
-from jax_offload._drive.stages import BEFORE, DRIVEN, Staged, Task, stands_in
+from jax_offload._drive.stages import BEFORE, Staged, Task, stands_in
 from jax_offload._emit.find import holds_driven_update, is_update
+from jax_offload._emit.region import Update
 from jax_offload._ir.program import Program
 
 # How many stages' leaves are read ahead, or written behind, while another stage runs, and the most bytes each way. Rows
@@ -79,20 +80,6 @@ class OnFiles:
         here = {v: leaf.on_its_way for v, (_, leaf) in self.reads.items()}
         return {v: s if alone is None or s.device_set == devices else alone for v, s in here.items()}
 
-    def check(self, step: Staged) -> None:
-        """Raise ``ValueError`` where the updates read other leaves from disk than ``offload`` keeps there."""
-        used = {v for stage in step.stages for v in stage.reads}
-        for v, (_, leaf) in self.reads.items():
-            if v in used and not step.host_leaves.get(v):
-                raise ValueError(
-                    f"state: {leaf.name} is on disk, and this offload keeps it in memory. Fix: the offload, and the "
-                    "host_bytes, with which the state was made; into another one jo.to_host(tx, state) brings it, with "
-                    "a jo.disk(...) of another directory where some stays on disk."
-                )
-        for v, known in step.host_leaves.items():
-            if known and v not in self.reads:
-                raise ValueError(f"state: a leaf {v.aval.dtype}{list(v.aval.shape)} {IN_MEMORY}")
-
 
 def files_of(step: Program) -> OnFiles:
     """Take the reads and writes of leaves on disk out of a step.
@@ -104,6 +91,8 @@ def files_of(step: Program) -> OnFiles:
     written: dict[Var, tuple[Atom, Place]] = {}  # token -> the value to write, and its place
     eqns: list[Equation] = []
     for eqn in step.eqns:
+        if is_update(eqn):
+            _check_leaves(eqn, reads)
         if eqn.primitive is READ:
             reads[eqn.outvars[0]] = eqn.invars[0], eqn.params["place"]
         elif eqn.primitive is WRITE:
@@ -152,10 +141,26 @@ _COMPUTES = (
 )
 
 
+def _check_leaves(eqn: Equation, reads: Mapping[Var, tuple[Atom, Place]]) -> None:
+    """Raise ``ValueError`` where an update reads other leaves from disk than its ``offload`` keeps there."""
+    update: Update = eqn.params["update"]
+    on_disk = update.on_disk
+    for v, x in zip(update.operands, eqn.invars, strict=True):
+        there, known = isinstance(x, Var) and x in reads, v in on_disk
+        if there and not known:
+            raise ValueError(
+                f"state: {reads[cast(Var, x)][1].name} is on disk, and this offload keeps it in memory. Fix: the "
+                "offload, and the host_bytes, with which the state was made; into another one jo.to_host(tx, state) "
+                "brings it, with a jo.disk(...) of another directory where some stays on disk."
+            )
+        if known and not there:
+            raise ValueError(f"state: a leaf {v.aval.dtype}{list(v.aval.shape)} {IN_MEMORY}")
+
+
 def _check_equation(eqn: Equation, reads: Mapping[Var, Any], written: Mapping[Var, Any]) -> None:
     used, updates = {*variables(eqn.invars)}, holds_driven_update(eqn)
     inside = any(inner.holds(lambda each: each.primitive in (READ, WRITE)) for inner in inner_of(eqn))
-    if inside and not (updates and eqn.primitive.name in DRIVEN):  # whose body, or branch, is a step of its own
+    if inside and not (updates and eqn.primitive.name == "cond"):  # whose branch is a step of its own
         raise stands_in(eqn, "disk") if updates else ValueError(_COMPUTES)
     if (not used.isdisjoint(reads) and not is_update(eqn)) or not used.isdisjoint(written):
         raise ValueError(_COMPUTES)
@@ -168,18 +173,12 @@ def _devices(devices: Set[Any]) -> str:
 # ---- moved while it runs ---------------------------------------------------------------------------------------------
 
 
-@dataclasses.dataclass(frozen=True)
-class Part:
-    """Some rows of a leaf on disk; ``None``: all."""
+Part = tuple[Place, Range | None]  # a leaf on disk, or some of its rows
 
-    leaf: Place
-    rows: Range | None = None
 
-    def meets(self, other: Part) -> bool:
-        """Whether two parts of one leaf share rows."""
-        if self.rows is None or other.rows is None:
-            return True
-        return self.rows[0] < other.rows[1] and other.rows[0] < self.rows[1]
+def _meet(a: Range | None, b: Range | None) -> bool:
+    """Whether two ranges of a leaf share rows; ``None`` has all."""
+    return a is None or b is None or (a[0] < b[1] and b[0] < a[1])
 
 
 def beside(sizes: Iterable[int]) -> int:
@@ -211,13 +210,14 @@ class Moving:
         places: Mapping[Var, Sharding],
     ) -> None:
         self._what, self._values, self._places = what, values, places
-        self._outputs = step.outputs[: what.n_others]
-        self._reads = {v: Part(leaf) for v, (_, leaf) in what.reads.items()}
-        self._reads |= {w: Part(leaf, rows) for v, (_, leaf) in what.reads.items() for w, rows in step.parts.get(v, ())}
+        self._outputs = what.program.outputs[: what.n_others]
+        self._reads = dict[Var, Part]()
+        for v, (_, leaf) in what.reads.items():
+            self._reads |= {v: (leaf, None), **{w: (leaf, rows) for w, rows in step.parts.get(v, ())}}
         self._writes: dict[Var, list[Part]] = {}
-        for v, leaf in zip(step.outputs[what.n_others :], what.writes, strict=True):
+        for v, leaf in zip(what.program.outputs[what.n_others :], what.writes, strict=True):
             for w, rows in step.parts.get(cast(Var, v)) or [(cast(Var, v), None)]:
-                self._writes.setdefault(w, []).append(Part(leaf, rows))
+                self._writes.setdefault(w, []).append((leaf, rows))
         self._due = self._when_written(tasks)
         self._reading: dict[Var, Future[jax.Array]] = {}
         self._writing: deque[tuple[int, list[Future[None]]]] = deque()  # with how many bytes they are
@@ -230,12 +230,12 @@ class Moving:
         Such a result exists by then, and no later task reads it or the old values of its rows.
         """
         last = {v: k for k, task in enumerate(tasks) for v in (*task.outputs, *task.inputs)}
-        read_by: dict[Place, list[tuple[Part, int]]] = {}
-        for part, k in ((self._reads[v], k) for v, k in last.items() if v in self._reads):
-            read_by.setdefault(part.leaf, []).append((part, k))
+        read_by: dict[Place, list[tuple[Range | None, int]]] = {}
+        for leaf, rows, k in ((*self._reads[v], k) for v, k in last.items() if v in self._reads):
+            read_by.setdefault(leaf, []).append((rows, k))
         due: dict[int, list[Var]] = {}
         for v, parts in self._writes.items():
-            old = [k for part in parts for other, k in read_by.get(part.leaf, ()) if other.meets(part)]
+            old = [k for leaf, rows in parts for other, k in read_by.get(leaf, ()) if _meet(other, rows)]
             due.setdefault(max([last.get(v, 0), *old]), []).append(v)
         return due
 
@@ -252,8 +252,8 @@ class Moving:
             now, *ahead = ahead
         for v in itertools.chain(now, *ahead[: beside(map(_bytes_of, ahead))]):
             if v not in self._reading:
-                part = self._reads[v]
-                self._reading[v] = part.leaf.home.fetch(part.leaf.name, self._places[v], part.rows)
+                leaf, rows = self._reads[v]
+                self._reading[v] = leaf.home.fetch(leaf.name, self._places[v], rows)
         self._values |= {v: self._reading.pop(v).result() for v in self._read_of(task)}
 
     def _read_of(self, task: Task) -> list[Var]:
@@ -264,7 +264,7 @@ class Moving:
 
     def _writes_too_much(self, task: Task) -> bool:
         """Whether a task waits for a write: the pass never does."""
-        return task.stage.name != BEFORE and len(self._writing) > beside(size for size, _ in reversed(self._writing))
+        return task.name != BEFORE and len(self._writing) > beside(size for size, _ in reversed(self._writing))
 
     def write(self, number: int, task: Task) -> None:
         """Start to write the results that are due, and let them and the task's leaves go."""
@@ -272,9 +272,8 @@ class Moving:
             self._values.pop(v, None)
         now = self._due.get(number, [])
         if now:
-            writing = [
-                part.leaf.home.put(part.leaf.name, self._values[v], part.rows) for v in now for part in self._writes[v]
-            ]
+            parts = [(v, *part) for v in now for part in self._writes[v]]
+            writing = [leaf.home.put(leaf.name, self._values[v], rows) for v, leaf, rows in parts]
             self._writing.append((_bytes_of(now), writing))
         for v in {*now}.difference(variables(self._outputs)):
             del self._values[v]

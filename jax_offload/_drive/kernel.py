@@ -57,14 +57,13 @@ class OnePass:
     Args:
       task: the task.
       kernels: one for each of its slices.
-      up: the results that belong in device memory; the others stay in host memory.
 
     Attributes:
       written: the inputs that results overwrite; whoever calls must own their memory.
     """
 
-    def __init__(self, task: Task, kernels: Sequence[Kernel], up: Set[Var]) -> None:
-        self._task, self._up, self._updates = task, up, [*zip(task.stage.slices, kernels, strict=True)]
+    def __init__(self, task: Task, kernels: Sequence[Kernel]) -> None:
+        self._task, self._updates = task, [*zip(task.slices, kernels, strict=True)]
         self.written = [s.inputs[i] for s, kernel in self._updates for i in kernel.over.values()]
 
     def __call__(self, *operands: Any) -> list[Any]:
@@ -93,25 +92,25 @@ class OnePass:
         for replicas in (each for i in in_place for each in shards[i].values()):
             for other in replicas[1:]:
                 cores.memory_of(other)[...] = cores.memory_of(replicas[0])
-        places = [with_kind(given[like].sharding, DEVICE_KIND if v in self._up else HOST_KIND) for v in results]
+        kinds = [HOST_KIND if is_host_aval(v.aval) else DEVICE_KIND for v in results]
+        places = [with_kind(given[like].sharding, kind) for kind in kinds]
         every = zip(map(kernel.over.get, range(len(results))), made, places, strict=True)
         return [given[i] if i in in_place else assembled(x, place, given[like].shape) for i, x, place in every]
 
 
-def one_pass(task: Task, next_of: Mapping[Var, Var], own: Set[Var], up: Set[Var]) -> OnePass | None:
+def one_pass(task: Task, next_of: Mapping[Var, Var], own: Set[Var]) -> OnePass | None:
     """Return kernels for a task of the cores; ``None`` if one of its updates is not elementwise, or without numba.
 
     Args:
       task: the task.
       next_of: result -> the variable that it is the next value of.
       own: the inputs that may be overwritten.
-      up: the results that belong in device memory.
     """
     if not cores.has_numba():
         return None
-    slices = task.stage.slices
+    slices = task.slices
     try:
-        return OnePass(task, [kernel_of(s.jaxpr, _over(s, slices, next_of, own)) for s in slices], up)
+        return OnePass(task, [kernel_of(s.jaxpr, _over(s, slices, next_of, own)) for s in slices])
     except _NotElementwise:
         return None
 

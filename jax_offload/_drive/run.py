@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Hashable, Mapping, Sequence, Set
 from typing import Any
 
 import jax
@@ -31,7 +31,6 @@ from jax_offload._base.memory import (
     copy_on_host,
     is_host_aval,
     on_host,
-    to_device,
     to_host,
     with_kind,
 )
@@ -40,14 +39,13 @@ from jax_offload._drive import cores
 from jax_offload._drive.cores import is_sent
 from jax_offload._drive.files import Moving, files_of
 from jax_offload._drive.kernel import OnePass, one_pass
-from jax_offload._drive.rows_down import rows_sent_down
-from jax_offload._drive.segments import in_segments
+from jax_offload._drive.segments import arranged, in_turn, sending_rows
 from jax_offload._drive.stages import BEFORE, GROUP, Staged, Task, staged, tasks_of
-from jax_offload._emit.find import holds_driven_update
 from jax_offload._ir.program import flat, numbered, structure
 from jax_offload._ir.propagate import Node
 from jax_offload._step.checked import check_order, tell
-from jax_offload._step.cut import cut_step, unguarded
+from jax_offload._step.cut import unguarded
+from jax_offload._step.rewritten import is_driven
 
 Jit = Callable[..., Any]
 WRITABLE = ("cpu", "gpu", "cuda", "rocm")  # platforms whose host memory has an address for us
@@ -74,16 +72,16 @@ class Driven:
         for_sending: Mapping[str, Any],
         segments: bool = True,
     ) -> None:
+        if not is_driven(step):  # an update without results does not run
+            step = closed(without_dead_code(step.jaxpr, keep_inputs=True)[0], step.consts)
         self._files = files_of(unguarded(flat(step, any_jit=True)))
-        found = staged(cut_step(self._files.program), self._files.ends)
-        self._files.check(found)
+        found = staged(self._files.program, self._files.ends)
         self._options = options, for_sending
         placed = places_of(args)
         self._devices = {d for s in placed if s is not None for d in s.device_set} or {*ambient_sharding().device_set}
         if any(s.on_cores for s in found.stages):
             cores.cpu()  # an error now where there is none
-        own = found.inputs[len(found.consts) :]
-        own = own[: len(own) - len(self._files.reads)]
+        own = found.arguments[: len(found.arguments) - len(self._files.reads)]
         self._everywhere = _everywhere(placed, self._devices)
         self._places: dict[Var, Sharding] = {v: s for v, s in zip(own, placed, strict=True) if s is not None}
         self._reads = self._files.places(self._devices)
@@ -97,51 +95,44 @@ class Driven:
         self._step, tasks = self._scheduled(found, segments)
         writable = self._writable(tasks)
         self._tasks = [(task, self._run_by(task, writable)) for task in tasks]
-        self._hands_on = any(task.stage.inner is not None for task in tasks)
         self._written = [v for _, run in self._tasks if isinstance(run, OnePass) for v in run.written]
 
     def _scheduled(self, step: Staged, segments: bool) -> tuple[Staged, list[Task]]:
         """The step in the programs that overlap best, or, if the check finds a fault there, as first cut."""
         free = self._donated | {*self._reads}
         try:
-            found = rows_sent_down(step) if len(self._devices) == 1 else step
-            found = found.with_one_slice_first
-            found = in_segments(found) if segments and self._may_be_cut(found) else found
+            found = arranged(step, may_be_cut=segments and self._may_be_cut(step)) if len(step.stages) > 1 else step
             tasks = tasks_of(found, free)
             parts = [
                 Node(task, task.inputs, [*task.outputs, *task.down, *task.up], takes={*task.over}) for task in tasks
             ]
-            check_order(parts, [*found.inputs, *(w for v in found.parts for w, _ in found.parts[v])], found.results)
+            given = [*found.consts, *found.arguments, *(w for v in found.parts for w, _ in found.parts[v])]
+            check_order(parts, given, found.results)
             return found, tasks
         except Exception as fault:
             tell("the step runs in fewer programs", fault)
             return step, tasks_of(step, free)
 
-    def __call__(self, args: Sequence[Any], kept: Set[int] = frozenset()) -> list[Any]:
-        """Return the step's flat results, given its flat arguments.
-
-        ``kept``: the identities of arrays whose buffers must not change, even if a donated argument is one of them.
-        """
+    def __call__(self, args: Sequence[Any]) -> list[Any]:
+        """Return the step's flat results, given its flat arguments."""
         arrays = [*self._constants, *_as_arrays(args, self._bring)]
-        given = dict(zip(self._step.inputs, arrays, strict=False))
-        aliased = self._hands_on or bool(kept) or len({*map(id, arrays)}) < len(arrays)
-        kept = kept | {id(x) for v, x in given.items() if v not in self._donated}
-        values = _Values(given, self._donated, kept, aliased)
+        given = dict(zip([*self._step.consts, *self._step.arguments], arrays, strict=False))
+        times = Counter(map(id, arrays))
+        for v in self._donated:  # which the caller gives twice, or hands on from a branch: only a copy is ours
+            if times[id(x := given[v])] > 1 and isinstance(x, jax.Array):
+                given[v] = copy_on_host(x) if on_host(x) else jnp.copy(x)
+        values = _Values(given, self._donated)
         tasks = [task for task, _ in self._tasks]
         files = Moving(self._files, self._step, tasks, given, self._reads)
         for k, (task, run) in enumerate(self._tasks):
             for following in tasks[k + 1 : k + 2]:
                 values.send(following)
             files.read(task, tasks[k + 1 :])
-            values.claim(task.free)
-            by_shards = isinstance(run, OnePass)
-            operands = values.operands(task, by_shards)
-            results = run(*operands)
-            del operands
+            results = run(*values.operands(task))
             if k == 0:
                 # behind the first program, whose gradients the cores wait for, and ahead of all others
                 values.take(self._written)
-            values.put(task, results, self._place, by_shards)
+            values.put(task, results, self._place)
             values.drop(task.over)
             files.write(k, task)
         return files.results()
@@ -157,18 +148,14 @@ class Driven:
 
     @functools.cached_property
     def _constants(self) -> list[Any]:
-        return _as_arrays([x if isinstance(x, jax.Array) else np.asarray(x) for x in self._step.consts], self._bring)
+        consts = self._step.consts.values()
+        return _as_arrays([x if isinstance(x, jax.Array) else np.asarray(x) for x in consts], self._bring)
 
     @property
-    def first(self) -> tuple[Task, Callable[..., Sequence[Any]], Sequence[Var]]:
-        """Return the first task, its program without ``jit``, and the variables of the step's arguments."""
+    def first(self) -> tuple[Task, Callable[..., Sequence[Any]], Staged]:
+        """Return the first task, its program without ``jit``, and the step."""
         task, program = self._tasks[0]
-        run = program.__wrapped__  # pyright: ignore[reportFunctionMemberAccess]
-        return task, run, self._step.inputs[len(self._step.consts) :]
-
-    @property
-    def consts(self) -> dict[Var, Any]:
-        return dict(zip(self._step.inputs, self._step.consts, strict=False))
+        return task, program.__wrapped__, self._step  # pyright: ignore[reportFunctionMemberAccess]
 
     def _may_be_cut(self, step: Staged) -> bool:
         """Whether the pass may be in several programs: each would reduce gradients of replicated parameters by itself.
@@ -189,31 +176,25 @@ class Driven:
 
     def _program(self, task: Task) -> Callable[..., Sequence[Any]]:
         """Make the program of a task; tasks that do the same share it."""
-        stage, jaxpr = task.stage, task.jaxpr
-        places = self.result_places(task)
-        shared = stage.name in (BEFORE, GROUP) or stage.on_cores
+        jaxpr, made, places = task.jaxpr, [*task.outputs, *task.down], self.result_places(task)
+        shared = task.name in (BEFORE, GROUP) or task.on_cores
         what = structure(jaxpr, self._key_of) if shared else id(task)
-        key = what, stage.on_cores, len(task.down), task.reused, tuple(places)
+        turns = [made.index(v) for v in self._step.in_turn if v in made] if task.name == BEFORE else []
+        key = what, task.on_cores, len(task.down), task.reused, tuple(places), tuple(turns)
         if key in self._compiled:
             return self._compiled[key]
-        run = cores.run_undivided(jaxpr) if stage.on_cores else jax_fun(closed(jaxpr))
+        n, alone = len(task.outputs), len(self._devices) == 1
+        run = jax_fun(closed(sending_rows(jaxpr, n) if alone else jaxpr))
 
         def program(*operands: Any) -> list[Any]:
-            given = list(operands)
-            if stage.on_cores:  # its operands were sent to host memory, whatever their types say
-                sent = [not is_host_aval(v.aval) for v in task.inputs]
-                given = [to_device(x) if down else x for x, down in zip(operands, sent, strict=True)]
-            results, n = run(*given), len(task.outputs)
+            results = in_turn(run(*operands), turns)
             return guarded([*results[:n], *map(to_host, results[n:])], list(operands))
 
-        program.__name__ = f"step_{stage.name}"
-        if stage.on_cores:
-            compiled = cores.without_mesh(jit(program))
-        else:
-            options = dict(self._options[task.sends] or {}) or None
-            compiled = jit(program, donate_argnums=task.reused, out_shardings=places, compiler_options=options)
-        self._compiled[key] = compiled
-        return compiled
+        program.__name__ = f"step_{task.name}"
+        options = dict(self._options[task.sends] or {}) or None
+        on_device = jit(program, donate_argnums=task.reused, out_shardings=places, compiler_options=options)
+        self._compiled[key] = cores.program(jaxpr) if task.on_cores else on_device
+        return self._compiled[key]
 
     def result_places(self, task: Task) -> list[Sharding | None]:
         """Return the shardings of a program's results: that of the value whose next value a result is, if divided."""
@@ -235,14 +216,12 @@ class Driven:
         return {v for v in found if v in self._places and {*self._places[v].device_set} == self._devices}
 
     def _run_by(self, task: Task, writable: Set[Var]) -> Callable[..., Sequence[Any]]:
-        """Return what runs a task: a program of XLA, one pass of the cores, or a driven loop or branch."""
-        if task.stage.inner is not None:
-            return _Inner(task.stage.inner, task, self._options)
-        if not task.stage.on_cores:
+        """Return what runs a task: a program of XLA, one pass of the cores, or driven branches."""
+        if (eqn := task.branches) is not None:
+            return _Branches(eqn, task, self._options)
+        if not task.on_cores:
             return self._program(task)
-        up = {v for v in task.up if not is_host_aval(v.aval)}
-        found = one_pass(task, self._step.next_of, writable & task.free, up)
-        if found is not None:
+        if (found := one_pass(task, self._step.next_of, writable & task.free)) is not None:
             return found
         processes = len({device.process_index for device in self._devices})
         if processes > 1 and any(is_sent(v.aval) for v in task.inputs):
@@ -258,60 +237,40 @@ class Driven:
 class _Values:
     """The values of a running step: ``here`` in the step's own memory, ``there`` for the cores.
 
-    Two variables may hold one array if the caller passes it twice, or if a branch or a loop returns an operand.
+    Two variables may hold one array, as a branch may return its operands.
 
     Args:
       given: the arguments.
       donated: the donated arguments.
-      kept: the identities of arrays whose buffers are the caller's, whichever variable holds them.
-      aliased: whether two variables may hold one array.
     """
 
-    def __init__(self, given: dict[Var, Any], donated: Set[Var], kept: Set[int], aliased: bool) -> None:
-        self.here, self._there = given, dict[Var, Any]()
-        self._donated, self._kept, self._aliased = donated, kept, aliased
-
-    def claim(self, taken: Iterable[Var]) -> None:
-        """Copy the values whose buffers somebody else has, so that the copies can be taken."""
-        if not self._aliased:
-            return
-        names = Counter(map(id, self.here.values()))
-        for v in taken:
-            x = self.here.get(v)
-            if isinstance(x, jax.Array) and (id(x) in self._kept or names[id(x)] > 1):
-                names[id(x)] -= 1
-                self.here[v] = new = copy_on_host(x) if on_host(x) else jnp.copy(x)
-                if self._there.get(v) is x:
-                    self._there[v] = new
+    def __init__(self, given: dict[Var, Any], donated: Set[Var]) -> None:
+        self.here, self._there, self._donated = given, dict[Var, Any](), donated
 
     def take(self, own: Sequence[Var]) -> None:
         """Make donated host leaves the step's own memory, which the cores may write."""
-        self.claim(own)
         taken = dict(zip(own, cores.taken_over([self.here[v] for v in own]), strict=True))
         self.here |= taken
         self._there |= taken
 
     def send(self, task: Task) -> None:
         """Start to send the values that a task of the cores needs, if they exist already."""
-        for v in task.inputs if task.stage.on_cores else ():
+        for v in task.inputs if task.on_cores else ():
             if v in self.here and v not in self._there:
                 self._there[v] = cores.sent(self.here[v])
 
-    def operands(self, task: Task, by_shards: bool) -> list[Any]:
-        """Return a task's operands: as they were sent for a kernel, whole for any other program of the cores."""
+    def operands(self, task: Task) -> list[Any]:
+        """Return a task's operands."""
         self.send(task)
-        if not task.stage.on_cores:
-            return [self.here[v] for v in task.inputs]
-        return [self._there[v] if by_shards else cores.lent(self._there[v]) for v in task.inputs]
+        return values_of(self._there if task.on_cores else self.here, task.inputs)
 
-    def put(self, task: Task, results: Sequence[Any], place: Callable[[Var], Sharding], by_shards: bool) -> None:
+    def put(self, task: Task, results: Sequence[Any], place: Callable[[Var], Sharding]) -> None:
         """Keep a task's results where others read them."""
         n = len(task.outputs)
         defined = dict(zip(task.outputs, results[:n], strict=True))
-        if task.stage.on_cores:
+        if task.on_cores:
             self._there |= defined
-            for v in task.up:
-                self.here[v] = cores.brought_back(defined[v], place(v), by_shards=by_shards)
+            self.here |= {v: cores.brought_back(defined[v], place(v)) for v in task.up}
         else:
             self.here |= defined
             self._there |= zip(task.down, results[n:], strict=True)
@@ -322,7 +281,7 @@ class _Values:
         for v in over:
             self._there.pop(v, None)
         own = [x for v, x in gone.items() if v in self._donated and isinstance(x, jax.Array)]
-        left = [x for x in own if id(x) not in self._kept and not x.is_deleted()]
+        left = [x for x in own if not x.is_deleted()]
         live = {id(x) for x in (*self.here.values(), *self._there.values())} if left else set[int]()
         for x in left:
             if id(x) not in live:
@@ -365,69 +324,24 @@ def _everywhere(placed: Sequence[Any], devices: Set[Any]) -> Sharding:
     return SingleDeviceSharding(next(iter(devices))) if mesh is None else NamedSharding(mesh, PartitionSpec())
 
 
-class _Inner:
-    """A ``while`` or a ``cond`` of the step that holds an update, such as ``optax.apply_if_finite``.
+class _Branches:
+    """A ``cond`` of the step that holds an update, such as ``optax.apply_if_finite``.
 
-    What decides is read on the host: a loop's condition, or the index of a branch. The body, or the branch that is
-    taken, is driven.
+    The index of the branch is read on the host, and the branch that is taken is driven.
     """
 
     def __init__(self, eqn: Equation, task: Task, options: tuple[Mapping[str, Any], Mapping[str, Any]]) -> None:
         self._eqn, self._task, self._options = eqn, task, options
         self._places = [eqn.outvars.index(v) for v in task.outputs]
-        self._compiled: dict[int, Callable[..., Sequence[Any]]] = {}
-        if eqn.primitive.name == "while":
-            condition, self._used = without_dead_code(eqn.params["cond_jaxpr"].jaxpr)
-            self._condition = jit(jax_fun(closed(condition, eqn.params["cond_jaxpr"].consts)))
+        # their buffers may be taken; literals have their own
+        self._free = [isinstance(v, Literal) or v in task.free for v in eqn.invars[1:]]
+        self._driven: dict[int, Driven] = {}
 
     def __call__(self, *operands: Any) -> list[Any]:
-        given = values_of(dict(zip(self._task.inputs, operands, strict=True)), self._eqn.invars)
-        results = self._loop(given) if self._eqn.primitive.name == "while" else self._branch(*given)
-        return [results[k] for k in self._places]
-
-    def _loop(self, given: Sequence[Any]) -> Sequence[Any]:
-        params = self._eqn.params
-        n, m = params["cond_nconsts"], params["cond_nconsts"] + params["body_nconsts"]
-        consts, carry = given[n:m], given[m:]
-        free = [False] * len(consts) + self._free[m:]
-        while self._holds([*given[:n], *carry]):
-            operands = [*consts, *carry]
-            carry = self._run(0, params["body_jaxpr"], operands, free)(operands, {*map(id, given[:n])})
-        return carry
-
-    def _holds(self, operands: Sequence[Any]) -> bool:
-        (holds,) = self._condition(*(x for x, used in zip(operands, self._used, strict=True) if used))
-        return bool(np.asarray(holds))
-
-    def _branch(self, index: Any, *given: Any) -> Sequence[Any]:
+        index, *given = values_of(dict(zip(self._task.inputs, operands, strict=True)), self._eqn.invars)
         branches = self._eqn.params["branches"]
         k = min(max(int(np.asarray(index)), 0), len(branches) - 1)
-        return self._run(k, branches[k], given, self._free[1:])(given)
-
-    @property
-    def _free(self) -> list[bool]:
-        """Say for each operand whether its buffer may be taken; literals have their own."""
-        return [isinstance(v, Literal) or v in self._task.free for v in self._eqn.invars]
-
-    def _run(self, k: int, body: ClosedJaxpr, given: Sequence[Any], free: Sequence[bool]) -> Callable[..., Any]:
-        if k not in self._compiled:
-            driven = any(map(holds_driven_update, body.jaxpr.eqns))
-            self._compiled[k] = Driven(body, given, free, *self._options) if driven else without_update(body)
-        return self._compiled[k]
-
-
-def without_update(step: ClosedJaxpr) -> Callable[[Sequence[Any]], Sequence[Any]]:
-    """A step or a branch that updates nothing, as a function of its flat arguments. The arguments that it returns are
-    handed on, wherever they are: a state on disk too."""
-    places = {v: i for i, v in enumerate(step.jaxpr.invars)}
-    own = [None if isinstance(v, Literal) else places.get(v) for v in step.jaxpr.outvars]
-    rest, used = without_dead_code(step.jaxpr, [i is None for i in own])
-    run, bring = jit(jax_fun(closed(rest, step.consts))), jit(lambda xs: xs)
-
-    def called(given: Sequence[Any]) -> list[Any]:
-        given = _as_arrays(given, bring)
-        operands = (x for x, is_used in zip(given, used, strict=True) if is_used)
-        results = iter(run(*operands) if None in own else ())
-        return [next(results) if i is None else given[i] for i in own]
-
-    return called
+        if k not in self._driven:
+            self._driven[k] = Driven(branches[k], given, self._free, *self._options)
+        results = self._driven[k](given)
+        return [results[i] for i in self._places]

@@ -1,7 +1,8 @@
-"""The forward and backward pass in several programs, so that the first gradients' update need not wait for the last.
+"""The forward and backward pass before an update that Python drives: its gradients leave it as early as they can.
 
-All results of one program become ready together. If a program ends where the gradients of a group exist, the cores or
-the drives can start on them while the rest of the pass runs.
+It runs as several programs, so that the first gradients' update need not wait for the last: all results of a program
+become ready together. If one ends where the gradients of a group exist, the cores or the drives can start on them while
+the rest of the pass runs.
 
 XLA fuses nothing across programs: each value that crosses from one program to a later one is an array in memory. So
 cheap values (elementwise arithmetic) are computed again if their operands are no larger.
@@ -12,12 +13,34 @@ from __future__ import annotations
 import bisect
 import dataclasses
 import itertools
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence, Set
+from typing import Any, cast
+
+import jax
+import jax.numpy as jnp
+import numpy as np
 
 from jax_offload._base.arrays import nbytes
-from jax_offload._base.jaxprs import Equation, Jaxpr, Var, flops, variables
+from jax_offload._base.barriers import opaque, together
+from jax_offload._base.jaxprs import (
+    Equation,
+    Jaxpr,
+    Scan,
+    Var,
+    flops,
+    jax_fun,
+    jaxpr_like,
+    jaxpr_of,
+    renamed,
+    scan_of,
+    variables,
+)
+from jax_offload._base.memory import on_host, to_host
+from jax_offload._drive.cores import is_sent
 from jax_offload._drive.stages import BEFORE, GROUP, Stage, Staged
 from jax_offload._ir.primitives import ELEMENTWISE
+from jax_offload._ir.propagate import needed_for
 from jax_offload._ir.slices import Slice, slice_of
 
 # The most programs, and the least share of the arithmetic in each but the first: the host needs a tenth of a program's
@@ -26,22 +49,25 @@ FOR_CORES, FOR_DISK = (8, 1 / 16), (32, 1 / 32)
 _NOT_AGAIN = {"optimization_barrier", "device_put", "sharding_constraint", "reshard"}
 _VIEWS = ["broadcast_in_dim", "iota", "one_minus_square", "reshape", "squeeze", "transpose"]
 CHEAP = ELEMENTWISE.union(_VIEWS) - _NOT_AGAIN
+LATE = frozenset(("convert_element_type", "mul", "div", "neg"))  # arithmetic that the cores do as well
 # Operands may be a little larger than the value that is computed from them again (a softmax from its exponentials and
 # their sums), because their own operands may be smaller (scores in bfloat16).
 SLACK = 1.05
+LEAST_ROW = 2**16  # bytes; smaller rows go down together, at the end of the program
 
 
-def in_segments(step: Staged) -> Staged:
-    """Cut the pass of a step into several programs, if groups of the update have their gradients early.
+def arranged(step: Staged, *, may_be_cut: bool) -> Staged:
+    """Return the step with its first program, the pass, as one slice, or cut into several programs.
 
     Groups of the cores follow all segments, which have been started by then; each group waits for its own gradients.
     Groups whose state is on disk run on the device, after the segment that follows the one with their gradients: the
     device has work while the host waits for a file.
     """
+    step = _with_late_arithmetic(step)
     (first, *rest), groups = step.stages, _groups(step)
-    pass_ = first.slices[0]
+    (pass_,) = first.slices
     jaxpr = pass_.jaxpr
-    if not groups or any(eqn.effects for eqn in jaxpr.eqns):
+    if not may_be_cut or not groups or any(eqn.effects for eqn in jaxpr.eqns):
         return step
     on_disk, ready = groups[0].name == GROUP, list[int]()
     made_by = {v: k + 1 for k, eqn in enumerate(jaxpr.eqns) for v in eqn.outvars}
@@ -52,6 +78,57 @@ def in_segments(step: Staged) -> Staged:
     segments = [Stage(BEFORE, (part,)) for part in parts_of(jaxpr, {*pass_.outputs}, cuts)]
     stages = [*_interleaved(segments, cuts, groups, ready), *rest[len(groups) :]] if on_disk else [*segments, *rest]
     return dataclasses.replace(step, stages=stages)
+
+
+def _with_late_arithmetic(step: Staged) -> Staged:
+    """Let the cores do the last arithmetic on gradients that only they read, if its operand takes no more bytes, and
+    join the slices of the pass. A gradient that is cast to float32 then goes to host memory in bfloat16."""
+    first, *later = step.stages
+    made = {v: eqn for s in first.slices for eqn in s.jaxpr.eqns for v in eqn.outvars}
+    others = {*step.results}.union(*(s.reads for s in later if not s.on_cores))
+    late: dict[Var, list[Equation]] = {}
+    sources: dict[Var, Var] = {}
+    for v in {v for s in later if s.on_cores for v in s.reads if v in made and is_sent(v.aval)} - others:
+        eqns, x = list[Equation](), v
+        while (operand := _late_operand(made[x])) in made:
+            eqns, x = [made[x], *eqns], operand
+        if eqns:
+            late[v], sources[v] = eqns, x
+
+    def with_arithmetic(s: Slice) -> Slice:
+        eqns = [eqn for v in s.inputs for eqn in late.get(v, ())]
+        return slice_of([*eqns, *s.jaxpr.eqns], s.outputs, s.jaxpr.debug_info, s.shards) if eqns else s
+
+    def instead(values: Iterable[Var]) -> list[Var]:
+        return list(dict.fromkeys(sources.get(v, v) for v in values))
+
+    later = [dataclasses.replace(s, slices=tuple(map(with_arithmetic, s.slices))) if s.on_cores else s for s in later]
+    pass_ = dataclasses.replace(first, slices=(_joined(first.slices, instead(first.makes)),))
+    return dataclasses.replace(step, stages=[pass_, *later], in_turn=instead(step.in_turn))
+
+
+def _late_operand(eqn: Equation) -> Var | None:
+    """Return the only operand of arithmetic on elements that the cores do as well."""
+    operands = variables(eqn.invars)
+    if eqn.primitive.name not in LATE or len(operands) != 1 or operands[0].aval.dtype not in (np.float32, jnp.bfloat16):
+        return None
+    return operands[0] if nbytes(operands[0].aval) <= nbytes(eqn.outvars[0].aval) else None
+
+
+def _joined(slices: Sequence[Slice], outputs: list[Var]) -> Slice:
+    """Join slices. Each equation of a later slice comes as soon as its operands exist, so that the update's groups wait
+    for a learning rate, and not for the gradients of leaves that stay on the device."""
+    made: dict[Var, int] = {}  # by which equation of the first slice, the pass
+    found: list[tuple[int, Equation]] = []
+    for s in slices:
+        for k, eqn in enumerate(s.jaxpr.eqns):
+            at = k if s is slices[0] else max((made.get(v, -1) for v in variables(eqn.invars)), default=-1)
+            found.append((at, eqn))
+            made.update(dict.fromkeys(eqn.outvars, at))
+    eqns, _ = needed_for(
+        [eqn for _, eqn in sorted(found, key=lambda each: each[0])], outputs, kept=lambda e: bool(e.effects)
+    )
+    return slice_of(eqns, outputs, slices[0].jaxpr.debug_info, {})
 
 
 def _groups(step: Staged) -> list[Stage]:
@@ -103,29 +180,83 @@ def parts_of(jaxpr: Jaxpr, results: Set[Var], cuts: Sequence[int]) -> list[Slice
         outputs = [v for eqn in own for v in eqn.outvars if v in results or v in crossing]
         crossing -= {v for eqn in own for v in eqn.outvars}
         reads = {v for eqn in own for v in variables(eqn.invars) if producer.get(v, start) < start}
-        again, more = _computed_again(reads, crossing | given, eqns, producer)
+        again, more = _computed_again(reads, crossing | given, eqns[:start])
         crossing |= more
         parts.append(slice_of([*again, *own], outputs, jaxpr.debug_info, {}))
     return parts[::-1]
 
 
-def _computed_again(
-    reads: Set[Var], free: Set[Var], eqns: Sequence[Equation], producer: Mapping[Var, int]
-) -> tuple[list[Equation], set[Var]]:
+def _computed_again(reads: Set[Var], free: Set[Var], eqns: Sequence[Equation]) -> tuple[list[Equation], set[Var]]:
     """Return the earlier equations that are repeated to make ``reads``, and the values that must cross for them.
 
     Going backwards, each cheap value gives way to its operands if they are no larger. Values in ``free`` are there.
     """
-    need, again = {*reads} - free, set[Var]()
-    waiting = sorted(need, key=producer.__getitem__)
-    while waiting:
-        v = waiting.pop()
-        eqn = eqns[producer[v]]
-        more = {*variables(eqn.invars)} - free - need - again
-        cheap = eqn.primitive.name in CHEAP and not eqn.effects and len(eqn.outvars) == 1
-        if cheap and sum(nbytes(x.aval) for x in more) <= SLACK * nbytes(v.aval):
-            need = (need - {v}) | more
-            again.add(v)
-            for x in more:
-                bisect.insort(waiting, x, key=producer.__getitem__)
-    return [eqns[k] for k in sorted({producer[v] for v in again})], need
+    need, again = {*reads} - free, list[Equation]()
+    for eqn in reversed(eqns):
+        if eqn.primitive.name in CHEAP and not eqn.effects and len(eqn.outvars) == 1 and (v := eqn.outvars[0]) in need:
+            more = {*variables(eqn.invars)} - free - need
+            if sum(nbytes(x.aval) for x in more) <= SLACK * nbytes(v.aval):
+                need = (need - {v}) | more
+                again.append(eqn)
+    return again[::-1], need
+
+
+# ---- within one of the programs --------------------------------------------------------------------------------------
+
+
+def sending_rows(jaxpr: Jaxpr, n: int) -> Jaxpr:
+    """Let scans send the results after the first ``n`` to host memory row by row, if nothing else in it reads them.
+
+    Such a stack never exists on the device, and its rows are copied during the matmuls of the pass.
+    """
+    times = Counter(v for atoms in (*(eqn.invars for eqn in jaxpr.eqns), jaxpr.outvars) for v in variables(atoms))
+    sent = {v for v in variables(jaxpr.outvars[n:]) if times[v] == 1}
+    hosts: dict[Var, Var] = {}
+    eqns: list[Equation] = []
+    for eqn in jaxpr.eqns:
+        scan = scan_of(eqn)
+        ys = [y for y in scan.ys if y in sent and nbytes(y.aval) >= scan.length * LEAST_ROW] if scan else []
+        if scan is not None and ys and not scan.body.consts:
+            hosts |= {y: Var(cast(Any, y.aval).update(memory_space=jax.memory.Space.Host)) for y in ys}
+            eqn = _sending(scan, [hosts.get(y, y) for y in scan.ys])
+        eqns.append(eqn)
+    return jaxpr_like(jaxpr, eqns, [renamed(hosts, v) for v in jaxpr.outvars]) if hosts else jaxpr
+
+
+def _sending(scan: Scan, ys: Sequence[Var]) -> Equation:
+    """Return the equation of a scan whose stacks are ``ys``, some of them in host memory."""
+    body, n = jax_fun(scan.body), len(scan.carry)
+
+    def sending(*operands: Any) -> list[Any]:
+        results = body(*operands)
+        return [
+            *results[:n],
+            *(x if y is old else to_host(x) for x, y, old in zip(results[n:], ys, scan.ys, strict=True)),
+        ]
+
+    with scan.eqn.ctx.manager:
+        traced, _ = jaxpr_of(sending, *(v.aval for v in scan.body.jaxpr.invars))
+    # not unrolled: rows of several iterations would be put together in host memory
+    return scan.eqn.replace(params=scan.eqn.params | {"jaxpr": traced, "unroll": 1}, outvars=[*scan.carry, *ys])
+
+
+def in_turn(results: Sequence[Any], turns: Sequence[int]) -> list[Any]:
+    """Let each of some results wait for the one before, and the smallest of the others wait for all.
+
+    Nothing else asks for gradients that stay on the device: XLA would put their matmuls off to the end of the program,
+    and keep the activations of all layers. Gradients that are all copied to the host need no such order.
+    """
+    found, turns = list(results), [k for k in turns if not on_host(results[k])]
+    if len(turns) < 2:
+        return found
+    # a number of each gradient, masked to nothing by an opaque zero, is made of it and is used
+    read, zero = opaque(jnp.int32(0)), opaque(jnp.int32(0))
+    for k in turns:
+        found[k], read = together((found[k], read))
+        first = jax.lax.slice(found[k], [0] * found[k].ndim, [1] * found[k].ndim).reshape(())
+        read |= jnp.real(first).astype(jnp.int32) & zero
+    others = {*range(len(found))}.difference(turns)
+    others = [k for k in others if not on_host(found[k]) and not jnp.issubdtype(found[k].dtype, jax.dtypes.extended)]
+    last = min(others or turns, key=lambda k: nbytes(jax.typeof(found[k])))
+    found[last] = jnp.where(read == 0, found[last], jnp.zeros((), found[last].dtype))
+    return found

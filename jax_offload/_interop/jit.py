@@ -23,9 +23,9 @@ from jax_offload._base.jaxprs import ClosedJaxpr
 from jax_offload._base.jaxprs import jit as jit_of_jax
 from jax_offload._base.memory import mesh_is_set, on_host, under_jit
 from jax_offload._base.on_disk import Token
-from jax_offload._drive.run import Driven, places_of, without_update
+from jax_offload._drive.run import Driven, places_of
 from jax_offload._emit.find import in_one_scan
-from jax_offload._step.rewritten import is_driven, rewritten
+from jax_offload._step.rewritten import rewritten
 
 
 def jit(fun: Callable[..., Any] | None = None, **options: Any) -> Any:
@@ -75,9 +75,6 @@ def jit(fun: Callable[..., Any] | None = None, **options: Any) -> Any:
     return Jitted(fun, options)
 
 
-Program = Callable[[Sequence[Any]], Sequence[Any]]  # flat results of flat arguments
-
-
 @jax.tree_util.register_pytree_node_class
 @dataclasses.dataclass(frozen=True, eq=False)
 class Undone:
@@ -96,7 +93,7 @@ class Undone:
     step: ClosedJaxpr
     result: Any
     static: Set[int | str]
-    programs: dict[Hashable, tuple[Program, Sequence[bool]]] = dataclasses.field(default_factory=dict[Any, Any])
+    programs: dict[Hashable, tuple[Driven, Sequence[bool]]] = dataclasses.field(default_factory=dict[Any, Any])
     shardings: dict[tuple[Sharding, int], Sharding] = dataclasses.field(default_factory=dict[Any, Any])
 
     def tree_flatten(self) -> tuple[tuple[()], Undone]:
@@ -152,13 +149,10 @@ class Undone:
         key = how, tuple(map(self._same, places_of(leaves), map(np.ndim, leaves)))
         if key not in self.programs:
             donated = [info.donated for info in jax.tree.leaves(jitted.trace(*args, **kwargs).args_info)]
-            driven = is_driven(self.step)
-            run = Driven(self.step, leaves, donated, *compiling) if driven else without_update(self.step)
-            self.programs[key] = run, donated
+            self.programs[key] = Driven(self.step, leaves, donated, *compiling), donated
         run, donated = self.programs[key]
         results = _handed_over(run(leaves), compress(leaves, donated))
-        results = [*map(run.committed, results)] if isinstance(run, Driven) else results
-        result = jax.tree.unflatten(self.result, results)
+        result = jax.tree.unflatten(self.result, map(run.committed, results))
         places = options.get("out_shardings")
         return result if places is None else _put(result, places)
 

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 
-from jax_offload._base.jaxprs import Atom, Equation, Var, branches_of, closed_like, jaxpr_of, variables
+from jax_offload._base.jaxprs import Atom, Equation, Jaxpr, Var, branches_of, closed, jaxpr_of, nameless, variables
 from jax_offload._base.memory import is_host_aval, to_device, to_host
 from jax_offload._base.shardings import zeros
 from jax_offload._ir.primitives import is_cheap
@@ -54,10 +54,13 @@ def _makes_keys(eqn: Equation) -> bool:
 def _only_in(cond: Equation, which: Atom, k: int, eqn: Equation) -> Equation:
     """Put an equation of branch ``k`` of a ``cond`` into a ``cond`` of its own, with zeros in the other branches."""
     reads = list(dict.fromkeys(variables(eqn.invars)))
-    inputs, like = [Var(v.aval) for v in reads], branches_of(cond)[0]
+    inputs, like = [Var(v.aval) for v in reads], branches_of(cond)[0].jaxpr
     (run,) = Builder(names=dict(zip(reads, inputs, strict=True))).copy(eqn)
     zero = jaxpr_of(lambda: [zeros(v.aval) for v in eqn.outvars])[0].jaxpr
-    taken, other = closed_like(like, inputs, [run], run.outvars), closed_like(like, inputs, zero.eqns, zero.outvars)
+    taken, other = (
+        closed(Jaxpr([], inputs, outputs, eqns, like.effects, nameless(like.debug_info)))
+        for eqns, outputs in (([run], run.outvars), (zero.eqns, zero.outvars))
+    )
     branches = tuple(taken if i == k else other for i in range(len(branches_of(cond))))
     return cond.replace(invars=[which, *reads], outvars=eqn.outvars, params={**cond.params, "branches": branches})
 

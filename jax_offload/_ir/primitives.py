@@ -1,6 +1,6 @@
 """jax's primitives by their effect on the elements of their operands."""
 
-from jax_offload._base.jaxprs import Equation, called_by, holds_equations
+from jax_offload._base.jaxprs import Equation, called_by, holds_jaxprs
 from jax_offload._base.own_primitives import MARK, is_composite
 
 ELEMENTWISE = frozenset(
@@ -25,7 +25,7 @@ CHEAP = ELEMENTWISE | REDUCE | SHAPES | _OTHERS
 
 def can_be_cut(eqn: Equation) -> bool:
     """Whether an equation may hold equations that its results do not need."""
-    return eqn.primitive.name not in ELEMENTWISE and not is_composite(eqn) and holds_equations(eqn)
+    return eqn.primitive.name not in ELEMENTWISE and not is_composite(eqn) and holds_jaxprs(eqn.params)
 
 
 def is_cheap(eqn: Equation) -> bool:

@@ -67,15 +67,11 @@ class Program:
 
     @property
     def placing_equations(self) -> Jaxpr:
-        """The equations that jax looks for before it lowers: transfers, shardings, callbacks, one of each kind of
-        transfer. jax goes through all equations four times for that, and most are arithmetic."""
-        kinds: dict[Any, Equation] = {}
-        for eqn in self.eqns:
-            if (name := eqn.primitive.name) in PLACED or not is_cheap(eqn):
-                kinds.setdefault(tuple(map(id, eqn.params.values())) if name == "device_put" else id(eqn), eqn)
-        eqns = list(kinds.values())
+        """The equations that jax looks for before it lowers: transfers, shardings, callbacks. jax goes through all
+        equations four times for that, and most are arithmetic."""
+        eqns = [eqn for eqn in self.eqns if eqn.primitive.name in PLACED or not is_cheap(eqn)]
         defined = {v for eqn in eqns for v in eqn.outvars}
-        read = dict.fromkeys(v for eqn in eqns for v in eqn.invars if not isinstance(v, Literal))
+        read = dict.fromkeys(v for eqn in eqns for v in variables(eqn.invars))
         return Jaxpr([], [v for v in read if v not in defined], [], eqns, self.effects, nameless(self.debug_info))
 
     @property

@@ -56,7 +56,8 @@ class Facts(Generic[T]):
             return found
         # Through the equations inside, not from a set of operands for each result: in a cond around all of an update
         # those sets together grow with the square of the leaves.
-        inner = inner_of(eqn) if self.entered is None or eqn.primitive.name in self.entered else []
+        enters = (self.entered is None or eqn.primitive.name in self.entered) and not is_composite(eqn)
+        inner = inner_of(eqn) if enters else []
         made = [each for each in (self._run(each, given) for each in inner) if len(each) == len(eqn.outvars)]
         if not made:
             return [self.join(given)] * len(eqn.outvars)
@@ -90,13 +91,7 @@ LATEST = Facts[int](0, lambda numbers: max(numbers, default=0), entered=_CUT_INT
 
 def forward(eqn: Equation, env: Mapping[Var, Mask]) -> Sequence[Mask]:
     """For each result, the union of the facts in ``env`` about the operands on which it depends."""
-    if eqn.primitive.name in _CUT_INTO and not is_composite(eqn):
-        return NEEDS.after(eqn, NEEDS.read(env, eqn.invars))
-    total = 0  # nearly all of them
-    for v in eqn.invars:
-        if not isinstance(v, Literal) and (mask := env.get(v, 0)) is not total:
-            total |= mask
-    return [total] * len(eqn.outvars)
+    return NEEDS.after(eqn, NEEDS.read(env, eqn.invars))
 
 
 def backward(eqn: Equation, needs: Sequence[Mask], effect: Mask) -> list[Mask]:

@@ -37,7 +37,7 @@ from jax_offload._base.jaxprs import (
 from jax_offload._base.memory import is_host_aval
 from jax_offload._base.shardings import Shards
 from jax_offload._ir.primitives import ELEMENTWISE, REDUCE, can_be_cut
-from jax_offload._ir.program import Program
+from jax_offload._ir.program import Builder, Program
 from jax_offload._ir.propagate import LATEST, Mask, backward, bits, forward, groups, union
 
 # ---- dependence
@@ -134,15 +134,10 @@ def roots_of(program: Program, known: Known) -> list[Wanted]:
     """Scalars computed ahead, results, and effects such as a callback, which must happen although nobody reads them."""
     last = known.last
     roots = [Wanted(v, mask, at) for v, (mask, at) in known.scalars.items()]
-    for v in results_of(program):
-        if v not in known.scalars:
-            mask = known.needs_host[v]
-            roots.append(Wanted(v, mask, last if mask else known.earliest.get(v, 0)))
-    for eqn in (eqn for eqn in program.eqns if eqn.effects):
-        operands = [v for v in eqn.invars if not isinstance(v, Literal)]
-        mask = union(known.needs_host.get(v, 0) for v in operands)
-        earliest = LATEST.join(known.earliest.get(v, 0) for v in operands)
-        roots.append(Wanted(id(eqn), mask, last if mask else earliest))
+    others: dict[Root, list[Var]] = {v: [v] for v in results_of(program) if v not in known.scalars}
+    for root, read in (others | {id(eqn): variables(eqn.invars) for eqn in program.eqns if eqn.effects}).items():
+        mask = union(known.needs_host.get(v, 0) for v in read)
+        roots.append(Wanted(root, mask, last if mask else LATEST.join(known.earliest.get(v, 0) for v in read)))
     return roots
 
 
@@ -243,33 +238,24 @@ class Slice:
     @functools.cached_property
     def core(self) -> Core:
         """The slice without its loads and stores."""
-        moves = [
-            (eqn, v, eqn.outvars[0])
+        moves = {
+            out: v
             for eqn in self.jaxpr.eqns
-            if eqn.primitive.name == "device_put"
-            and len(eqn.invars) == 1
-            and not isinstance(v := eqn.invars[0], Literal)
-        ]
-        hosts = {*self.loads}
-        loads = [(eqn, v, out) for eqn, v, out in moves if v in hosts and not is_host_aval(out.aval)]
-        loaded_by = {id(eqn) for eqn, _, _ in loads}
-        others = [eqn for eqn in self.jaxpr.eqns if id(eqn) not in loaded_by]
-        kept = {v for eqn in others for v in eqn.invars if not isinstance(v, Literal)}
-        on_device = {v: Var(out.aval) for _, v, out in loads if v not in kept}
-        loaded = {out: on_device[v] for _, v, out in loads if v in on_device}
-        stored = {out: v for _, v, out in moves if is_host_aval(out.aval)}
-
-        def read(v: Atom) -> Atom:
-            return v if isinstance(v, Literal) else loaded.get(v, v)
-
-        eqns = [
-            eqn.replace(invars=[read(v) for v in eqn.invars])
-            for eqn in self.jaxpr.eqns
-            if not any(v in loaded for v in eqn.outvars)
-        ]
+            if eqn.primitive.name == "device_put" and len(eqn.invars) == 1
+            for v, out in zip(variables(eqn.invars), eqn.outvars, strict=False)
+        }
+        loads = {out: v for out, v in moves.items() if v in {*self.loads} and not is_host_aval(out.aval)}
+        others = [eqn for eqn in self.jaxpr.eqns if loads.keys().isdisjoint(eqn.outvars)]
+        kept = {v for eqn in others for v in variables(eqn.invars)}
+        on_device = {v: Var(out.aval) for out, v in loads.items() if v not in kept}
+        new = Builder(names={out: on_device[v] for out, v in loads.items() if v in on_device})
+        for eqn in self.jaxpr.eqns:
+            if new.names.keys().isdisjoint(eqn.outvars):
+                new.put(eqn)
+        stored = {out: v for out, v in moves.items() if is_host_aval(out.aval)}
+        outputs = new.read([stored.get(v, v) for v in self.outputs])
         inputs = [on_device.get(v, v) for v in self.inputs]
-        outputs = [read(stored.get(v, v)) for v in self.outputs]
-        jaxpr = Jaxpr([], inputs, outputs, eqns, self.jaxpr.effects, self.jaxpr.debug_info)
+        jaxpr = Jaxpr([], inputs, outputs, new.eqns, self.jaxpr.effects, self.jaxpr.debug_info)
         return Core(without_dead_code(jaxpr, keep_inputs=True)[0], frozenset(on_device))
 
     @functools.cached_property

@@ -1,4 +1,4 @@
-"""Facts that the current trace tells: the order in which gradients appear, and the passes that make them."""
+"""Facts that the current trace tells about gradients: the order in which they appear, and the passes that make them."""
 
 from __future__ import annotations
 
@@ -20,75 +20,6 @@ from jax_offload._ir.program import Program, flat
 LARGE = 1 << 16  # elements; the activations of smaller gradients do not matter
 
 
-def production_order(values: Sequence[Any]) -> list[int] | None:
-    """For each traced value, the number of the equation that made it. ``None`` if a value is an argument or belongs to
-    another trace, so that the caller has to guess.
-
-    The backward pass is traced in the order in which gradients appear. Equations that cast or scale a gradient come
-    later, in the order of the tree, so the search goes through them.
-    """
-    if not values or any(equation_of(x) is None for x in values):
-        return None
-    makers = _makers(values[0])
-    found = [makers.get(_origin(variable_of(x), makers)) for x in values]
-    return None if None in found else [made[0] for made in found if made is not None]
-
-
-def are_constrained(values: Sequence[Any]) -> list[bool]:
-    """For each value, whether it is traced and a sharding constraint made it, casts and scales aside."""
-    makers: dict[Any, tuple[int, Any]] = {}
-    found: list[bool] = []
-    for x in values:
-        made = None
-        if equation_of(x) is not None:
-            if variable_of(x) not in makers:  # in a branch, say, some are from the trace around it
-                makers |= _makers(x)
-            made = makers.get(_origin(variable_of(x), makers))
-        found.append(made is not None and made[1].primitive.name == "sharding_constraint")
-    return found
-
-
-def _makers(x: Any) -> dict[Any, tuple[int, Any]]:
-    """Map each variable in a value's trace to the equation that makes it, and the equation's number."""
-    return {v: (k, eqn) for k, eqn in enumerate(equations_of_trace(x)) for v in eqn.outvars}
-
-
-def was_on_host(value: Any) -> bool:
-    """Whether a traced value in device memory was loaded from host memory in its trace."""
-    shape = np.shape(value)
-    eqn = equation_of(value) if isinstance(value, Tracer) else None
-    return eqn is not None and any(is_host_aval(v.aval) and v.aval.shape == shape for v in variables(eqn.invars))
-
-
-_SCALING = frozenset("convert_element_type mul div max min clamp select_n".split())
-_CHOOSING = frozenset("broadcast_in_dim eq ne lt le gt ge is_finite and or not".split())
-
-
-def _origin(v: Any, makers: dict[Any, tuple[int, Any]]) -> Any:
-    """The variable from which ``v`` was cast, scaled or clipped."""
-    while (made := makers.get(v)) is not None and _scales(made[1]):
-        like = [x for x in variables(made[1].invars) if x.aval.shape == v.aval.shape and _is_floating(x)]
-        if len(like) != 1:
-            break
-        v = like[0]
-    return v
-
-
-def _scales(eqn: Any) -> bool:
-    """Whether an equation, or a call such as ``jnp.where`` or ``jnp.nan_to_num``, only casts, scales or clips."""
-    name = eqn.primitive.name
-    if name in ("jit", "pjit"):
-        return all(e.primitive.name in _CHOOSING or _scales(e) for e in eqn.params["jaxpr"].jaxpr.eqns)
-    return name in _SCALING
-
-
-def _is_floating(v: Any) -> bool:
-    return bool(jnp.issubdtype(v.aval.dtype, jnp.floating))
-
-
-# ---- the passes that made gradients
-
-
 @dataclasses.dataclass(frozen=True)
 class Backward:
     """The passes through the network that made gradients, forward and backward, so far as a trace shows them.
@@ -104,6 +35,49 @@ class Backward:
     scaled: bool
 
 
+@dataclasses.dataclass(frozen=True)
+class Produced:
+    """How a trace produces gradients. The backward pass is traced in the order in which they appear.
+
+    Attributes:
+      order: for each gradient, the number of the operation that made it. Equations that cast, scale or move a gradient
+        come later, in the order of the tree, and do not count. ``None`` if a gradient is an argument or belongs to
+        another trace, so that the caller has to guess.
+      constrained: for each gradient, whether that operation was a sharding constraint.
+      backward: the passes that made the large ones. ``None`` if the trace makes none, because they are arguments, or
+        because ``vmap`` or a derivative around the update traces them.
+    """
+
+    order: list[int] | None
+    constrained: list[bool]
+    backward: Backward | None
+
+
+def production_of(gradients: Sequence[Any]) -> Produced:
+    """Read off the trace how gradients are produced."""
+    eqns, known, traces = list[Equation](), set[Var](), 0
+    traced = [k for k, x in enumerate(gradients) if equation_of(x) is not None]
+    for k in traced:
+        if variable_of(gradients[k]) not in known:  # in a branch, say, some are from the trace around it
+            eqns += equations_of_trace(gradients[k])
+            known.update(v for eqn in eqns for v in eqn.outvars)
+            traces += 1
+    outputs = [variable_of(gradients[k]) for k in traced]
+    program = Program([], outputs, eqns, [], DebugInfo("jit", "gradients", None, None))
+    program = flat(program.closed, any_call=True)
+    made: dict[Var, int] = {}
+    for k, eqn in enumerate(program.eqns):
+        for v in eqn.outvars:
+            made[v] = max((made[x] for x in _viewed(eqn, v) or () if x in made), default=k)
+    at = {k: made[v] for k, v in zip(traced, program.outputs, strict=True) if isinstance(v, Var) and v in made}
+    large = [v for v in variables(program.outputs) if _size(v) >= LARGE]
+    return Produced(
+        [*at.values()] if len(at) == len(gradients) and traces == 1 else None,
+        [k in at and program.eqns[at[k]].primitive.name == "sharding_constraint" for k in range(len(gradients))],
+        _passes(large, program.eqns) if large else None,
+    )
+
+
 _VIEWS = frozenset(
     """convert_element_type mul div neg max min clamp select_n transpose reshape squeeze add_any add sub integer_pow
     copy optimization_barrier pad slice split concatenate broadcast_in_dim""".split()
@@ -111,23 +85,12 @@ _VIEWS = frozenset(
 _LOOPS = frozenset(("scan", "while", "cond"))
 
 
-def backward_of(gradients: Sequence[Any]) -> Backward | None:
-    """The passes that made traced gradients.
-
-    Returns ``None`` if no trace makes a large gradient, because the gradients are arguments, or because ``vmap`` or a
-    derivative around the update traces them.
-    """
-    large = [x for x in gradients if math.prod(np.shape(x)) >= LARGE and equation_of(x) is not None]
-    if not large:
+def _viewed(eqn: Equation, made: Var) -> list[Var] | None:
+    """The arrays that an equation casts, scales, moves or adds to make a result; ``None`` if it does anything else."""
+    name, inputs = eqn.primitive.name, variables(eqn.invars)
+    if name not in _VIEWS and not (name == "reduce_sum" and inputs and _size(inputs[0]) == _size(made)):
         return None
-    eqns, known = list[Equation](), set[Var]()
-    for x in large:
-        if variable_of(x) not in known:  # in a branch, say, some are from the trace around it
-            eqns += equations_of_trace(x)
-            known.update(v for eqn in eqns for v in eqn.outvars)
-    traced = Program([], [variable_of(x) for x in large], eqns, [], DebugInfo("jit", "gradients", None, None))
-    program = flat(traced.closed, any_call=True)
-    return _passes(variables(program.outputs), program.eqns)
+    return [v for v in inputs if _size(v) >= _size(made) and _is_floating(v)]
 
 
 def _passes(gradients: Sequence[Var], eqns: Sequence[Equation]) -> Backward:
@@ -140,15 +103,13 @@ def _passes(gradients: Sequence[Var], eqns: Sequence[Equation]) -> Backward:
         if x in visited or (made := makers.get(x)) is None:
             continue
         visited.add(x)
-        name, inputs = made.primitive.name, variables(made.invars)
-        if name in _VIEWS or (name == "reduce_sum" and inputs and _size(inputs[0]) == _size(x)):
-            arrays = [v for v in inputs if _size(v) >= _size(x) and _is_floating(v)]
+        if (arrays := _viewed(made, x)) is not None:
             todo += arrays
-            scales += [v for v in inputs if v not in arrays]
+            scales += [v for v in variables(made.invars) if v not in arrays]
         else:
             ends.add(id(made))
-            if name not in _LOOPS:  # a loop gives all that it makes at once
-                held |= dict.fromkeys(v for v in inputs if _is_floating(v))
+            if made.primitive.name not in _LOOPS:  # a loop gives all that it makes at once
+                held |= dict.fromkeys(v for v in variables(made.invars) if _is_floating(v))
     visited, todo, scaled = set[Var](), scales, False
     while todo and not scaled:  # the scale of a gradient is made of these operations' results
         x = todo.pop()
@@ -159,5 +120,16 @@ def _passes(gradients: Sequence[Var], eqns: Sequence[Equation]) -> Backward:
     return Backward(sum(nbytes(v.aval) for v in held), sum(map(flops, eqns)), scaled)
 
 
+def _is_floating(v: Any) -> bool:
+    return bool(jnp.issubdtype(v.aval.dtype, jnp.floating))
+
+
 def _size(v: Var) -> int:
     return math.prod(v.aval.shape)
+
+
+def was_on_host(value: Any) -> bool:
+    """Whether a traced value in device memory was loaded from host memory in its trace."""
+    shape = np.shape(value)
+    eqn = equation_of(value) if isinstance(value, Tracer) else None
+    return eqn is not None and any(is_host_aval(v.aval) and v.aval.shape == shape for v in variables(eqn.invars))

@@ -15,7 +15,7 @@ from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from jax_offload._base.around import Remembered, described
 from jax_offload._base.memory import on_host
-from jax_offload._base.paths import key_of
+from jax_offload._base.paths import by_key, key_of
 from jax_offload._base.shardings import (
     Layouts,
     Shardings,
@@ -129,7 +129,7 @@ def resharded(tree: Any, shardings: Mapping[str, Sharding], like: Any = None) ->
     """
     if not shardings:
         return tree
-    shapes = {key_of(path): np.shape(x) for path, x in jax.tree_util.tree_flatten_with_path(like)[0]}
+    shapes = {path: np.shape(x) for path, x in by_key(like).items()}
 
     def one(path: Any, x: Any) -> Any:
         sharding, shape = shardings.get(key_of(path)), shapes.get(key_of(path), np.shape(x))

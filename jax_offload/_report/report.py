@@ -16,7 +16,7 @@ import optax
 from jax.sharding import NamedSharding
 
 from jax_offload._base import memory as _memory
-from jax_offload._base.around import described, step_described
+from jax_offload._base.around import described
 from jax_offload._base.arrays import is_traced
 from jax_offload._base.jaxprs import Literal, Var
 from jax_offload._base.on_disk import is_on_disk
@@ -206,7 +206,7 @@ def _of_step(step: Any, args: Any, kwargs: Any) -> Placement:
     def call(args: Any, kwargs: Any) -> None:
         step(*args, **kwargs)
 
-    with step_described():
+    with described():
         trace, unknown = trace_of(call, args, kwargs)
     flat = jax.tree_util.tree_flatten_with_path((args, kwargs), is_leaf=is_on_disk)[0]
     rows = [_argument(_name(path, bound), x) for path, x in flat]

@@ -34,7 +34,7 @@ from jax_offload._emit.find import holds_update, updates_in, without_updates
 from jax_offload._emit.region import Update, bound
 from jax_offload._ir.branches import without_branches
 from jax_offload._ir.program import Program, Var, flat, without_round_trips
-from jax_offload._ir.trace import LARGE, are_constrained, backward_of, production_order
+from jax_offload._ir.trace import LARGE, production_of
 from jax_offload._placement.arguments import check_on_device
 from jax_offload._placement.zero import resharded
 from jax_offload._plan.options import Claim, Options, claimed, merged, ranks
@@ -74,9 +74,9 @@ def _update(traced: Traced, given: Options, updates: Any, state: Any, params: An
     """Make an update, which is not emitted yet, of the recipe's trace. ``updates`` are not divided yet."""
     program = dataclasses.replace(traced.program, shards=traced.of_inputs(_shards(given, updates, state, params)))
     next_values = _next_values(traced, program.outputs, next_of, updates, given.partitions)
-    produced = production_order(jax.tree.leaves(updates))
+    produced = production_of(jax.tree.leaves(updates))
     owner_of = owners(state, updates)
-    order = _in_order(traced, updates, owner_of, produced)
+    order = _in_order(traced, updates, owner_of, produced.order)
     place = {i: k for k, i in enumerate(order)}
     whose = [*range(traced.starts[1]), *owner_of, *owners(params, updates)]
     rank = [(len(place) if i is None else place[i]) * len(whose) + k for k, i in enumerate(whose)]
@@ -85,14 +85,14 @@ def _update(traced: Traced, given: Options, updates: Any, state: Any, params: An
     return Update(
         program,
         tuple(traced.position[i] for i in order if i in traced.position),
-        _take_turns(given, updates),
+        _take_turns(given, updates, produced.constrained),
         named | {new: named[old] for new, old in next_values.items() if old in named},
         next_values,
         traced.claims,
         own,
         is_manual(),
-        backward=backward_of(jax.tree.leaves(updates)),
-        ordered=produced is not None,
+        backward=produced.backward,
+        ordered=produced.order is not None,
     )
 
 
@@ -144,21 +144,20 @@ def _in_order(traced: Traced, updates: Any, owner_of: Sequence[int | None], prod
     return in_order
 
 
-def _take_turns(options: Options, updates: Any) -> bool:
+def _take_turns(options: Options, updates: Any, constrained: Sequence[bool]) -> bool:
     """Whether gradients may wait for each other.
 
     Not if one is divided between devices, by a known sharding or an unknown one, or while it is updated (ZeRO-1): each
-    part of a norm would be a collective.
+    part of a norm would be a collective. ``constrained`` says which gradients the trace has put into a sharding.
     """
     leaves = jax.tree_util.tree_flatten_with_path(updates)[0]
-    large = [(key_of(path), x) for path, x in leaves if is_array(x) and x.size >= LARGE]
-    several = [x for _, x in large if devices_of(x) > 1]
-    constrained = dict(zip(map(id, several), are_constrained(several), strict=True))
-    for key, x in large:
-        typed = typed_sharding(jax.typeof(x))
+    for (path, x), placed in zip(leaves, constrained, strict=True):
+        if not is_array(x) or x.size < LARGE:
+            continue
+        key, typed = key_of(path), typed_sharding(jax.typeof(x))
         explicit = typed is not None and is_explicit(typed.mesh)
         sharding = typed if explicit else options.partitions.get(key) or options.shardings.get(key)
-        unknown = id(x) in constrained and (sharding is None or constrained[id(x)])
+        unknown = devices_of(x) > 1 and (sharding is None or placed)
         if unknown or key in options.partitions or math.prod(shards_of(sharding, x.shape)) > 1:
             return False
     return True

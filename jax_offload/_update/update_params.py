@@ -9,7 +9,6 @@ import optax
 from jax_offload._base.around import compiled_where_eager, gathering
 from jax_offload._base.memory import loaded
 from jax_offload._base.on_disk import opened
-from jax_offload._base.own_primitives import collector_waits
 from jax_offload._base.shardings import types_tell
 from jax_offload._placement.arguments import check_managed, check_not_in_multi_steps, check_transformation
 from jax_offload._plan.options import merged
@@ -19,7 +18,6 @@ from jax_offload._update.streamed import streamed
 
 
 @compiled_where_eager(like=lambda tx, grads, state, params, **_: params)
-@collector_waits()
 def update_params(
     tx: optax.GradientTransformation,
     grads: optax.Updates,

@@ -7,7 +7,7 @@ import pytest
 
 import jax_offload as jo
 from jax_offload._analysis.compiled import on_files
-from jax_offload._base.around import step_described
+from jax_offload._base.around import described
 from jax_offload._base.arrays import is_traced, nbytes
 from jax_offload._base.jaxprs import jaxpr_of
 from jax_offload._base.memory import is_host_aval
@@ -59,7 +59,7 @@ def driven(name, segments, **where):
         return *jo.update_params(tx, grads, state, params), value
 
     args = params, jo.abstract_state(tx, params), batch
-    with step_described():
+    with described():
         closed, _ = jaxpr_of(step, *args)
         if (there := on_files(args, closed)) is not args:
             closed, _ = jaxpr_of(step, *there)
@@ -77,10 +77,10 @@ def array_of(variables):
 def peak(found):
     """How many programs the pass has; and MiB: of each, and of each group of a state on disk, its own and what is
     beside it, the greatest."""
-    alive = {v for v in found._step.inputs if not is_host_aval(v.aval)}
+    alive = {v for v in (*found._step.consts, *found._step.arguments) if not is_host_aval(v.aval)}
     peaks, of_program = [], {}
     for task, program in found._tasks:
-        if task.stage.name not in (BEFORE, GROUP):
+        if task.name not in (BEFORE, GROUP):
             break
         if program not in of_program:
             given, results = (array_of(vs) for vs in (task.inputs, task.outputs))
@@ -88,12 +88,12 @@ def peak(found):
             options = options_for_sending("cuda") if task.sends else {}
             step = jax.jit(program.__wrapped__, donate_argnums=task.reused, out_shardings=out, compiler_options=options)
             seen = jo.inspect(step, *given, target=H200)
-            assert seen.host_temp == 0 and (seen.loaded == 0 or task.stage.name == GROUP)
+            assert seen.host_temp == 0 and (seen.loaded == 0 or task.name == GROUP)
             of_program[program] = seen.peak
         peaks.append((of_program[program] + sum(nbytes(v.aval) for v in alive - {*task.inputs})) / MIB)
         alive |= {v for v in task.outputs if not is_host_aval(v.aval)}
         alive -= task.free
-    return sum(task.stage.name == BEFORE for task, _ in found._tasks), max(peaks)
+    return sum(task.name == BEFORE for task, _ in found._tasks), max(peaks)
 
 
 @pytest.mark.long("compiles more of the same for a chip")

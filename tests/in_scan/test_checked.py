@@ -57,13 +57,13 @@ def test_a_broken_policy_costs_time_and_no_number(kind, way, monkeypatch):
 
 def test_a_broken_cut_of_a_driven_step_costs_time_and_no_number(monkeypatch):
     """The programs that overlap best lack one: the step runs in those that it was cut in."""
-    cut = driven.in_segments
+    cut = driven.arranged
 
-    def in_segments(step):
-        step = cut(step)
+    def arranged(step, **how):
+        step = cut(step, **how)
         return dataclasses.replace(step, stages=step.stages[1:])
 
-    monkeypatch.setattr(driven, "in_segments", in_segments)
+    monkeypatch.setattr(driven, "arranged", arranged)
     with pytest.warns(
         UserWarning, match="runs in fewer programs, .* its rewriting failed .CannotRewrite: a part reads"
     ):
