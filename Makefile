@@ -13,7 +13,7 @@ EXTRAS ?= examples
 comma := ,
 INSTALLED := .venv/.installed-$(subst $(comma),-,$(EXTRAS))
 
-.PHONY: demo docs quick unit test test-oldest test-newest lint-and-newest trainers donation lint conformance bench gpu clean
+.PHONY: demo docs quick unit test test-oldest test-newest trainers donation lint conformance bench gpu clean
 
 demo: $(INSTALLED) .venv/.compiler  ## a small GPT, its optimizer state offloaded; and one picture of what that does
 	.venv/bin/python examples/demo.py $(ARGS)
@@ -32,11 +32,8 @@ $(INSTALLED): pyproject.toml
 
 # The second environment is installed beside what needs the first alone; both at a time would write one egg-info.
 test: .venvs/$(NEWEST)/.installed  ## everything that runs without an accelerator, on the newest and the oldest jax
-	@$(MAKE) --no-print-directory -j 2 lint-and-newest $(shell scripts/find-python $(OLDEST) >/dev/null && echo .venvs/$(OLDEST)/.installed)
+	@$(MAKE) --no-print-directory -j 3 lint test-newest $(shell scripts/find-python $(OLDEST) >/dev/null && echo .venvs/$(OLDEST)/.installed)
 	@$(MAKE) --no-print-directory test-oldest
-
-lint-and-newest: lint
-	@$(MAKE) --no-print-directory test-newest
 
 quick: .venvs/$(NEWEST)/.installed  ## while you work, in less than a minute: lint, and the rules of the core on the newest jax
 	@$(MAKE) --no-print-directory -j 2 lint unit

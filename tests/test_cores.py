@@ -220,7 +220,17 @@ def test_the_same_to_the_last_bit(groups):
     assert train() == train()
 
 
-# ---- steps that update nothing, and branches -------------------------------------------------------------------------
+def test_an_array_that_is_donated_and_given_again_keeps_its_numbers():
+    tx, params = offload(ADAMW), model()
+    kept = jax.tree.map(np.array, params)
+    step = jo.jit(lambda p, s, old: (*jo.update_params(tx, p, s, p), old), donate_argnums=(0, 1))
+    new, _, old = step(params, tx.init(params), params)
+    jax.tree.map(np.testing.assert_array_equal, old, kept)
+    want = jax.jit(lambda p, s: jo.update_params(ADAMW, p, s, p)[0])(kept, ADAMW.init(kept))
+    assert_same(new, want, "donated")
+
+
+# ---- skipped steps, and branches -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("through", ["update", "update_params"])

@@ -15,9 +15,11 @@ INNER = [("optimizer", name) for name in OPTIMIZERS] + WRAPPERS
 SHARDINGS = (None, "fsdp", "ZeRO-1")
 MODELS = ("scan", "unrolled", "pairs")
 # Each optimizer on every path, with a sharding, a model and a form that change from one case to the next.
-DAILY = pytest.mark.daily("a slice of the table")
+DAILY, OLDEST = pytest.mark.daily("a slice of the table"), pytest.mark.oldest("a slice of the table")
 CASES = [
-    pytest.param(inner, mode, marks=[DAILY] if inner % 4 == 0 and mode == inner % len(MODES) else [])
+    pytest.param(
+        inner, mode, marks=[DAILY] * (inner % 2 == 0 and mode == inner % len(MODES)) + [OLDEST] * (inner % 8 == 0)
+    )
     for inner, mode in itertools.product(range(len(INNER)), range(len(MODES)))
 ]
 

@@ -208,13 +208,13 @@ class Program:
         def of(*lanes: str) -> list[Segment]:
             return [s for s in self.segments if s.lane in lanes]
 
-        waited = {lane: sum(s.end - s.waited for s in of(lane)) for lane in (LOAD, STORE, COLLECTIVES, WITHIN)}
+        waited = {lane: sum((s.end - s.waited for s in of(lane)), 0.0) for lane in (LOAD, STORE, COLLECTIVES, WITHIN)}
         loaded, stored = (sum(s.nbytes for s in of(lane)) for lane in (LOAD, STORE))
         return Timeline(
             step=self.now,
             compute=sum(s.end - s.begin for s in of(COMPUTE)) + waited[WITHIN],
             link=link_time(self.chip, loaded, stored),
-            collectives=sum(s.end - s.begin for s in of(COLLECTIVES)),
+            collectives=sum((s.end - s.begin for s in of(COLLECTIVES)), 0.0),
             exposed=waited[LOAD] + waited[STORE],
             exposed_collectives=waited[COLLECTIVES],
             loaded=loaded,

@@ -27,9 +27,9 @@ import jax
 import numpy as np
 from jax.sharding import Sharding
 
-from jax_offload._base.boxes import Parts, assembled, box_of_shape, boxes_of, covered, gathered, parts_of, shape_of
 from jax_offload._base.on_disk import TOKEN, VERSIONS, Ends, OnDisk, Place, Range, Token
 from jax_offload._base.processes import LETTERS, allgathered, everywhere, several
+from jax_offload._base.shardings import Parts, assembled, box_of_shape, boxes_of, covered, gathered, parts_of, shape_of
 from jax_offload._disk.files import pages
 from jax_offload._disk.leaves import Room, Stored, check_covered, entries_of, read_parts, stored_in
 from jax_offload._disk.store import NAME, Commit, Entry, Store, commits
@@ -166,7 +166,7 @@ class Disk:
         def found(name: str, sharding: Sharding) -> Any:
             leaf = self._leaf(name)
             check_covered(name, boxes_of(sharding, leaf.shape), leaf.boxes)
-            return self.array(name, self._committed, sharding)
+            return self._whole(leaf, self._parts(leaf, pages, committed=True), sharding)
 
         return unpacked(self.store.beside(), target, found, lands=True)
 
@@ -371,12 +371,17 @@ class Disk:
         parts = self._parts(leaf, pages, committed=committed)  # memory that whoever asks may keep
         if version != self._committed:  # an update or a commit may have begun meanwhile
             self.check(token)
+        return self._whole(leaf, parts, sharding)
+
+    @staticmethod
+    def _whole(leaf: Stored, parts: Parts, sharding: Sharding | None) -> Any:
+        """Return a leaf from its parts: an array of a sharding that divides it between processes, or NumPy's."""
         if sharding is not None and not sharding.is_fully_addressable:
             return assembled(parts, sharding, leaf.shape)
         if not covered(whole := box_of_shape(leaf.shape), [box for box, _ in parts]):
             raise ValueError(
-                f"disk: {name} is divided between processes, and this one has a part of it. Fix: jo.to_device(leaf), "
-                "in all processes, gives the leaf divided."
+                f"disk: {leaf.name} is divided between processes, and this one has a part of it. Fix: "
+                "jo.to_device(leaf), in all processes, gives the leaf divided."
             )
         return gathered(parts, whole)
 

@@ -66,13 +66,13 @@ def allocate(path: Path, nbytes: int, need: int) -> None:
 
     ``need``: the bytes of the whole store, for the error.
     """
-    free = shutil.disk_usage(path.parent).free
+    free = shutil.disk_usage(path.parents[0]).free
     doing = f"making {nbytes} bytes of space ({free} are free) for {need} bytes in all"
     with saying(doing, path), open(path, "wb") as file:
         if nbytes and hasattr(os, "posix_fallocate"):
             os.posix_fallocate(file.fileno(), 0, nbytes)
         file.truncate(nbytes)
-    sync_directory(path.parent)
+    sync_directory(path.parents[0])
 
 
 def swap_in(path: Path, data: bytes) -> None:
@@ -83,7 +83,7 @@ def swap_in(path: Path, data: bytes) -> None:
         file.flush()
         sync(file.fileno())
     os.replace(temporary, path)
-    sync_directory(path.parent)
+    sync_directory(path.parents[0])
 
 
 # ---- memory ----------------------------------------------------------------------------------------------------------

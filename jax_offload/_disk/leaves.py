@@ -15,9 +15,15 @@ from typing import Any
 
 import numpy as np
 
-from jax_offload._base.boxes import Box, Parts, boxes_of, covered, shape_of
 from jax_offload._base.on_disk import Ends, Place, Range
-from jax_offload._base.shardings import shards_of
+from jax_offload._base.shardings import (
+    Box,
+    Parts,
+    boxes_of,
+    covered,
+    shape_of,
+    shards_of,
+)
 from jax_offload._disk.files import PAGE
 from jax_offload._disk.store import Entry, Store, dtype_of
 

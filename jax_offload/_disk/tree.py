@@ -15,8 +15,8 @@ from jax.tree_util import keystr
 
 from jax_offload._base import memory
 from jax_offload._base.arrays import is_array
-from jax_offload._base.boxes import Parts, assembled, box_of_shape, boxes_of, gathered, parts_here, shape_of
 from jax_offload._base.on_disk import OnDisk, is_on_disk, read_into
+from jax_offload._base.shardings import Parts, assembled, box_of_shape, boxes_of, gathered, parts_here, shape_of
 from jax_offload._disk.leaves import check_covered
 
 _TREE = "tree"  # the array that says what the others are

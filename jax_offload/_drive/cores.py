@@ -24,7 +24,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, Sharding, SingleDeviceSharding
 
-from jax_offload._base.boxes import Box, box_of, box_of_shape, shape_of
 from jax_offload._base.jaxprs import Jaxpr, Literal, jaxpr_of, jit, nameless, run_equation, values_of, with_jaxprs
 from jax_offload._base.memory import (
     DEVICE_KIND,
@@ -37,6 +36,7 @@ from jax_offload._base.memory import (
     with_kind,
 )
 from jax_offload._base.processes import allgathered
+from jax_offload._base.shardings import Box, box_of, box_of_shape, shape_of
 
 # The fewest elements in a part, and the number of parts for each thread: threads that are delayed take fewer.
 _AT_LEAST, _PARTS = 2**16, 8

@@ -18,9 +18,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_offload._base.boxes import Box, assembled, gathered
 from jax_offload._base.jaxprs import Equation, Jaxpr, Literal, Var, closed, values_of, variables
 from jax_offload._base.memory import DEVICE_KIND, HOST_KIND, is_host_aval, with_kind
+from jax_offload._base.shardings import Box, assembled, gathered
 from jax_offload._drive import cores
 from jax_offload._drive.stages import Task
 from jax_offload._ir.program import flat

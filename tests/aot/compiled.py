@@ -1,14 +1,15 @@
 """The table of compiled steps that no change may make worse: peaks, bytes and overlap, as ``jo.inspect`` reads them.
 
 ``python -m tests.aot.compiled`` compiles every row and prints it beside the stored one; ``--write`` stores the result
-in ``compiled.json``; words select the rows whose names contain them. ``test_compiled.py`` compiles the rows and
-compares. Nothing runs: the compiler's figures are exact, the step times are simulated from its schedule.
+in ``compiled.json``, and the kinds of steps in ``docs/what_hides.md``; words select the rows whose names contain them.
+``test_compiled.py`` compiles the rows and compares. Nothing runs: the compiler's figures are exact, the step times are
+simulated from its schedule.
 """
 
 import tests.conftest  # noqa: F401, I001  (first: it sets up jax's CPU devices)
 import dataclasses
-import functools
 import json
+import re
 import sys
 import tempfile
 from collections.abc import Callable
@@ -17,14 +18,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+from jax.sharding import NamedSharding, PartitionSpec as P
 
 import jax_offload as jo
 from tests.aot import zoo
-from tests.aot.harness import on_a_fixed_link
-from tests.aot.kinds import alternating, simultaneous
+from tests.aot.harness import array, mesh_for, on_a_fixed_link
+from tests.aot.kinds import HIDDEN, KINDS, MARK, PAGE, Kind, alternating, resident, simultaneous, table
 from tests.aot.model import loss as toy_loss
 from tests.aot.model import two_by_two
 
@@ -32,6 +32,7 @@ TABLE = Path(__file__).with_name("compiled.json")
 MIB = 2**20
 H200, V5E = "h200", "v5e:1x1"
 PEAK, EXPOSED = 0.03, 0.05  # how much worse a row may become, as shares of the peak and of the link's time
+TOO_HIGH = 1.01  # a peak above the resident one
 
 INT8 = {"mu": "int8", "nu": "uint8"}
 ADAMW = optax.adamw(1e-3)
@@ -165,16 +166,16 @@ MODELS: dict[str, tuple[Callable[[], tuple[Tree, Any, Any]], Any]] = {
 
 def two_networks(step_of: Callable[..., Any]) -> Callable[[Row], tuple[Any, tuple[Any, ...]]]:
     def made(row: Row) -> tuple[Any, tuple[Any, ...]]:
-        a, b, tx, ty = on_one(12, 4096, 4096), on_one(12, 4096, 4096), row.optimizer[1](), row.optimizer[1]()
+        a, b, tx, ty = array(12, 4096, 4096), array(12, 4096, 4096), row.optimizer[1](), row.optimizer[1]()
         step = jo.jit(step_of(tx, ty), donate_argnums=(0, 1, 2, 3))
-        return step, (a, b, jo.abstract_state(tx, a), jo.abstract_state(ty, b), on_one(row.tokens, 4096))
+        return step, (a, b, jo.abstract_state(tx, a), jo.abstract_state(ty, b), array(row.tokens, 4096))
 
     return made
 
 
 def three_in_a_scan(row: Row) -> tuple[Any, tuple[Any, ...]]:
     """Three steps in one program; each is rewritten as a step of its own."""
-    tx, params = row.optimizer[1](), {"w": on_one(8, 4096, 4096)}
+    tx, params = row.optimizer[1](), {"w": array(8, 4096, 4096)}
 
     def step(params: Tree, state: Tree, xs: Any) -> Any:
         def one(carry: Any, x: Any) -> Any:
@@ -182,13 +183,13 @@ def three_in_a_scan(row: Row) -> tuple[Any, tuple[Any, ...]]:
 
         return jax.lax.scan(one, (params, state), xs)[0]
 
-    args = params, jo.abstract_state(tx, params), on_one(3, row.tokens, 4096)
+    args = params, jo.abstract_state(tx, params), array(3, row.tokens, 4096)
     return jo.jit(step, donate_argnums=(0, 1)), args
 
 
 def of_microbatches(row: Row) -> tuple[Any, tuple[Any, ...]]:
     """Four microbatches in a scan, turned round: the first one hosts the update."""
-    tx, params = row.optimizer[1](), {"w": on_one(12, 2, 4096, 4096)}
+    tx, params = row.optimizer[1](), {"w": array(12, 2, 4096, 4096)}
 
     def step(params: Tree, state: Tree, batches: Any) -> Any:
         def add(total: Tree, x: Any) -> Any:
@@ -198,13 +199,13 @@ def of_microbatches(row: Row) -> tuple[Any, tuple[Any, ...]]:
         grads = jax.lax.scan(add, jax.tree.map(jnp.zeros_like, params), batches)[0]
         return jo.update_params(tx, grads, state, params)
 
-    args = params, jo.abstract_state(tx, params), on_one(4, row.tokens, 4096)
+    args = params, jo.abstract_state(tx, params), array(4, row.tokens, 4096)
     return jo.pipelined(step, donate_argnames=("params", "state")), args
 
 
 def of_a_moved_state(row: Row) -> tuple[Any, tuple[Any, ...]]:
     """A trainer has moved the state to the device: it goes home in the step."""
-    tx, params = row.optimizer[1](), {f"w{k:03d}": on_one(4096, 4096) for k in range(16)}
+    tx, params = row.optimizer[1](), {f"w{k:03d}": array(4096, 4096) for k in range(16)}
     home = jo.abstract_state(tx, params)
     moved = jax.tree.map(lambda x: x.update(sharding=x.sharding.with_memory_kind("device")), home)
 
@@ -213,7 +214,7 @@ def of_a_moved_state(row: Row) -> tuple[Any, tuple[Any, ...]]:
         return optax.apply_updates(params, updates), state
 
     out = jax.tree.map(lambda x: x.sharding, (params, home))
-    return jax.jit(step, donate_argnums=(0, 1), out_shardings=out), (params, moved, on_one(row.tokens, 4096))
+    return jax.jit(step, donate_argnums=(0, 1), out_shardings=out), (params, moved, array(row.tokens, 4096))
 
 
 PAIR = "two networks of 12x4096^2"
@@ -283,6 +284,7 @@ ROWS = [
     Row("MLP with biases and norms", MANY, OFFLOAD),
     *(Row("12x4096^2 scanned", 512, each) for each in (CORES, DISK)),
     Row(TWELVE, 512, CORES),
+    Row(LAYERS, 512, DISK),
     *(Row("12x4096^2 scanned", 512, OFFLOAD, "jo.jit", H200, mesh) for mesh in ("fsdp", "replicated")),
     Row("12x4096^2 scanned", 512, ZERO, "jo.jit", H200, "zero-1"),
     Row("12x4096^2 scanned", 512, ("clipped adamw", lambda: jo.offload(CLIPPED)), "pipelined", H200, "fsdp"),
@@ -307,18 +309,8 @@ ROWS = [
     *(Row(model, MANY, CLIP, "pipelined", H200, "fsdp") for model in (PAIRS, TWELVE)),
     Row("ViT, checkpointed", 4096, ("adamw, fraction 0.25", lambda: jo.offload(ADAMW, fraction=0.25)), "jit", H200,
         "fsdp"),
+    *KINDS,
 ]  # fmt: skip
-
-
-@functools.cache
-def mesh_of(n: int) -> Mesh:
-    """Devices that stand for the chip's: ``inspect`` takes the chip from ``target``."""
-    return Mesh(np.array(jax.devices("cpu")[:n]), ("data",))
-
-
-def on_one(*shape: int) -> jax.ShapeDtypeStruct:
-    """An array of float32 on one device."""
-    return jax.ShapeDtypeStruct(shape, jnp.float32, sharding=NamedSharding(mesh_of(1), P(), memory_kind="device"))
 
 
 def abstract(row: Row) -> tuple[Tree, Any, Any]:
@@ -326,7 +318,7 @@ def abstract(row: Row) -> tuple[Tree, Any, Any]:
     built, dtype = MODELS[row.model]
     shapes, batch_of, loss = built()
     n = 4 if row.mesh else 1
-    mesh = mesh_of(n)
+    mesh = mesh_for("", (n,))
 
     def leaf(shape: tuple[int, ...]) -> jax.ShapeDtypeStruct:
         spec = [None] * len(shape)
@@ -341,8 +333,14 @@ def abstract(row: Row) -> tuple[Tree, Any, Any]:
     return params, jax.ShapeDtypeStruct(shape, of_batch, sharding=rows), loss
 
 
-def compiled(row: Row) -> dict[str, float]:
-    """A row of the table: MiB per device, milliseconds (simulated), and the share of the link's time exposed."""
+def compiled(row: Row | Kind, before: dict[str, Any] | None = None) -> dict[str, Any]:
+    """A row of the table: MiB per device, milliseconds (simulated), and the share of the link's time exposed.
+
+    Args:
+      before: the stored row; the resident step of a kind is not compiled again.
+    """
+    if isinstance(row, Kind):
+        return of_kind(row, (before or {}).get("resident"))
     if row.model in STEPS:
         return measured(row, *STEPS[row.model](row))
     params, batch, loss = abstract(row)
@@ -367,11 +365,25 @@ def compiled(row: Row) -> dict[str, float]:
     return measured(row, jitted, (params, state, batch))
 
 
-def measured(row: Row, step: Any, args: tuple[Any, ...]) -> dict[str, float]:
+def of_kind(kind: Kind, plain: float | None) -> dict[str, Any]:
+    """A row with the peak of the resident step, and the first reason why little is hidden."""
+    if plain is None:
+        step, args, donate = kind.make(resident)
+        plain = jo.inspect(jax.jit(step, donate_argnums=donate), *args, target=kind.target).peak / MIB
+    step, args, donate = kind.make(jo.offload)
+    jitted: Any = {"jo.jit": jo.jit, "pipelined": jo.pipelined}[kind.way](step, donate_argnums=donate)
+    found = measured(kind, jitted, args)
+    stays = () if kind.way == "pipelined" else jo.placement(jitted, *args).stays
+    why = re.sub(r" \(at \S+\)", "", stays[0]) if found["exposed"] > HIDDEN and stays else ""
+    return found | {"resident": round(plain, 1), "why": why}
+
+
+def measured(row: Row | Kind, step: Any, args: tuple[Any, ...]) -> dict[str, Any]:
     found = jo.inspect(step, *args, target=row.target, chip=on_a_fixed_link(row.target))
     t = found.timeline
     assert t is not None
-    assert row.optimizer[0].startswith("resident") or row.model == MOVED or not found.errors, found.errors
+    may_err = isinstance(row, Kind) or row.optimizer[0].startswith("resident") or row.model == MOVED
+    assert may_err or not found.errors, found.errors
     return {
         "peak": round(found.peak / MIB, 1),
         "host": round(found.host / MIB, 1),
@@ -383,16 +395,20 @@ def measured(row: Row, step: Any, args: tuple[Any, ...]) -> dict[str, float]:
     }
 
 
-def stored() -> dict[str, dict[str, float]]:
+def stored() -> dict[str, dict[str, Any]]:
     """The table as it was last written."""
     return json.loads(TABLE.read_text())["rows"] if TABLE.exists() else {}
 
 
-def worse(now: dict[str, float], before: dict[str, float]) -> list[str]:
-    """What a row has lost beside the stored one."""
+def worse(now: dict[str, Any], before: dict[str, Any]) -> list[str]:
+    """What a row has lost beside the stored one, and beside the resident step."""
     found = []
     if now["peak"] > before["peak"] * (1 + PEAK) + 1:
         found.append(f"peak {before['peak']} -> {now['peak']} MiB")
+    if now["peak"] > now.get("resident", now["peak"]) * TOO_HIGH:
+        found.append(f"peak {now['peak']} MiB above resident, {now['resident']} MiB")
+    if now["exposed"] > HIDDEN and now.get("why") != before.get("why"):
+        found.append(f"the reason was {before['why']!r}, and is {now['why']!r}")
     if now["exposed"] > before["exposed"] + EXPOSED:
         found.append(f"exposed {before['exposed']} -> {now['exposed']}")
     for name in ("host", "loaded", "stored", "collectives_ms"):
@@ -403,21 +419,22 @@ def worse(now: dict[str, float], before: dict[str, float]) -> list[str]:
 
 def main(arguments: list[str]) -> None:
     write, words = "--write" in arguments, [word for word in arguments if word != "--write"]
-    table = stored()
+    rows = stored()
     for row in ROWS:
         if not all(word in row.name for word in words):
             continue
         try:
-            now: Any = compiled(row)
+            now = compiled(row)
         except Exception as error:
             print(f"{row.name}: {type(error).__name__}: {str(error).splitlines()[0][:150]}", flush=True)
             continue
-        lost = worse(now, table[row.name]) if row.name in table else ["new"]
+        lost = worse(now, rows[row.name]) if row.name in rows else ["new"]
         print(row.name, now, *lost, flush=True)
         if write:
-            table[row.name] = now
+            rows[row.name] = now
             head = {"jax": jax.__version__, "optax": optax.__version__, "units": "MiB per device; ms simulated"}
-            TABLE.write_text(json.dumps({**head, "rows": table}, indent=1) + "\n")
+            TABLE.write_text(json.dumps({**head, "rows": rows}, indent=1) + "\n")
+            PAGE.write_text(PAGE.read_text().partition(MARK)[0] + f"{MARK}\n\n{table(rows)}\n")
 
 
 if __name__ == "__main__":

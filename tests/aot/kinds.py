@@ -1,20 +1,15 @@
-"""What hides in which steps: about thirty kinds of training steps, compiled for an H200.
+"""What hides in which steps: about thirty kinds of training steps, rows of the table in ``compiled.py``.
 
-``python -m tests.aot.kinds`` compiles every kind and prints a table; ``--write`` stores it in ``kinds.json`` and in
-``docs/what_hides.md``; words select the kinds whose names contain them. ``test_kinds.py`` compiles them and compares.
-Nothing runs. Every network has twelve layers of 2048² float32 parameters, and every pass sees 16,384 tokens.
+Every network has twelve layers of 2048² float32 parameters, and every pass sees 16,384 tokens.
 """
 
 import tests.conftest  # noqa: F401, I001  (first: it sets up jax's CPU devices)
 import dataclasses
 import importlib.util
-import json
-import re
-import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -23,14 +18,11 @@ import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P, SingleDeviceSharding
 
 import jax_offload as jo
-from tests.aot.harness import on_a_fixed_link
 
-TABLE = Path(__file__).with_name("kinds.json")
 PAGE = Path(__file__).parents[2] / "docs" / "what_hides.md"
-MARK = "<!-- python -m tests.aot.kinds --write -->"
-MIB = 2**20
+MARK = "<!-- python -m tests.aot.compiled --write -->"
 LAYERS, WIDTH, TOKENS = 12, 2048, 16384
-HIDDEN, TOO_HIGH = 0.10, 1.01  # the share of the link's time that a hidden step exposes; a peak above resident
+HIDDEN = 0.10  # the share of the link's time that a hidden step exposes
 ADAMW = optax.adamw(1e-3)
 CLIPPED = optax.chain(optax.clip_by_global_norm(1.0), ADAMW)
 DEVICE = SingleDeviceSharding(jax.devices("cpu")[0], memory_kind="device")
@@ -43,21 +35,28 @@ class Kind:
     """One kind of step.
 
     Attributes:
-      name: the title of the row.
+      title: what the step is.
       make: returns the step, its abstract arguments and the positions of the donated ones, given ``jo.offload`` or
         ``resident`` to wrap its optimizers with.
       way: ``"jo.jit"`` or ``"pipelined"``.
       package: the package that the step needs.
     """
 
-    name: str
+    title: str
     make: Callable[[Callable[[Any], Any]], tuple[Callable[..., Any], tuple[Any, ...], tuple[int, ...]]]
     way: str = "jo.jit"
     package: str = "jax"
 
+    target: ClassVar[str] = "h200"
+    mesh: ClassVar[str] = ""
+
     @property
-    def key(self) -> str:
-        return f"{self.name} | {self.way}"
+    def name(self) -> str:
+        return f"{self.title} | {self.way}"
+
+    @property
+    def installed(self) -> bool:
+        return importlib.util.find_spec(self.package) is not None
 
 
 def array(*shape: int, dtype: Any = jnp.float32) -> jax.ShapeDtypeStruct:
@@ -445,84 +444,16 @@ def resident(inner: Any) -> Any:
     return inner
 
 
-def installed(kind: Kind) -> bool:
-    return importlib.util.find_spec(kind.package) is not None
-
-
-def compiled(kind: Kind, plain: int | None = None) -> dict[str, Any]:
-    """A row: peaks in MiB, the share of the link's time that the schedule exposes, and the first reason, if any.
-
-    Args:
-      plain: the peak of the resident step, in MiB; it is compiled if this is left out.
-    """
-    if plain is None:
-        step, args, donate = kind.make(resident)
-        plain = round(jo.inspect(jax.jit(step, donate_argnums=donate), *args, target="h200").peak / MIB)
-    step, args, donate = kind.make(jo.offload)
-    jitted: Any = {"jo.jit": jo.jit, "pipelined": jo.pipelined}[kind.way](step, donate_argnums=donate)
-    found = jo.inspect(jitted, *args, target="h200", chip=on_a_fixed_link("h200"))
-    t = found.timeline
-    assert t is not None
-    exposed = round(t.exposed / t.link, 2)
-    stays = () if kind.way == "pipelined" else jo.placement(jitted, *args).stays
-    return {
-        "resident": plain,
-        "peak": round(found.peak / MIB),
-        "exposed": exposed,
-        "why": re.sub(r" \(at \S+\)", "", stays[0]) if exposed > HIDDEN and stays else "",
-    }
-
-
-def stored() -> dict[str, dict[str, Any]]:
-    """The rows as they were last written."""
-    return json.loads(TABLE.read_text()) if TABLE.exists() else {}
-
-
-def worse(now: dict[str, Any], before: dict[str, Any]) -> list[str]:
-    """What a row has lost beside the stored one, and beside the resident step."""
-    found = []
-    if now["peak"] > before["peak"] * 1.03 + 1:
-        found.append(f"peak {before['peak']} -> {now['peak']} MiB")
-    if now["peak"] > now["resident"] * TOO_HIGH:
-        found.append(f"peak {now['peak']} MiB above resident, {now['resident']} MiB")
-    if now["exposed"] > before["exposed"] + 0.05:
-        found.append(f"exposed {before['exposed']} -> {now['exposed']}")
-    if now["exposed"] > HIDDEN and now["why"] != before["why"]:
-        found.append(f"the reason was {before['why']!r}, and is {now['why']!r}")
-    return found
-
-
 def table(rows: dict[str, dict[str, Any]]) -> str:
     """The rows in Markdown, as the page has them."""
     lines = ["| step | run with | exposed | peak, resident | where, or why not |", "|---|---|---:|---:|---|"]
     for kind in KINDS:
-        if (row := rows.get(kind.key)) is None:
+        if (row := rows.get(kind.name)) is None:
             continue
         where = "the next forward pass" if kind.way == "pipelined" else "the backward pass"
         what = where if row["exposed"] <= HIDDEN else row["why"] or f"{where}, in part"
         lines.append(
-            f"| {kind.name} | `jo.{kind.way.removeprefix('jo.')}` | {row['exposed']:.2f} | "
-            f"{row['peak']}, {row['resident']} | {what} |"
+            f"| {kind.title} | `jo.{kind.way.removeprefix('jo.')}` | {row['exposed']:.2f} | "
+            f"{row['peak']:.0f}, {row['resident']:.0f} | {what} |"
         )
     return "\n".join(lines)
-
-
-def main(arguments: list[str]) -> None:
-    write, words = "--write" in arguments, [word for word in arguments if word != "--write"]
-    rows = stored()
-    for kind in KINDS:
-        if not all(word in kind.key for word in words):
-            continue
-        if not installed(kind):
-            print(f"{kind.key}: {kind.package} is not installed", flush=True)
-            continue
-        rows[kind.key] = compiled(kind)
-        print(f"{kind.key}: {rows[kind.key]}", flush=True)
-    if write:
-        TABLE.write_text(json.dumps({k.key: rows[k.key] for k in KINDS if k.key in rows}, indent=1) + "\n")
-        page = PAGE.read_text()
-        PAGE.write_text(page[: page.index(MARK) + len(MARK)] + "\n\n" + table(rows) + "\n")
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])

@@ -12,6 +12,7 @@ from collections import Counter
 from contextlib import suppress
 from pathlib import Path
 
+import jax
 import numpy as np
 import optax
 import pytest
@@ -173,6 +174,9 @@ def test_a_commit_that_fails(run, of, file):
         run.commit(6, params, state)  # the disk is well again, and the store does not go on
     with pytest.raises(ValueError, match="stopped when a commit failed"):
         run.commit(6, *run.trained(params, state))
+    there = jo.restore(run.disk, {"params": model(), "state": jo.abstract_state(jo.offload(optax.adamw(1)), model())})
+    for a, b in zip(jax.tree.leaves(there), run.want[run.disk.last_commit], strict=True):
+        np.testing.assert_array_equal(a, b)
     params, state, step = run.resumed()
     assert step == (4 if (of, file) in (("replace", "manifest.json"), ("allocate", "beside")) else 2)
     for a, b in zip(run.values(params, state), run.want[step], strict=True):
