@@ -75,6 +75,26 @@ def changes(tx, p, s, x):
     return new, s, new - p
 
 
+def loops(tx, p, s, n, x):
+    """A loop whose condition reads what its carry begins with."""
+
+    def body(carry):
+        p, s, k = carry
+        return *plain(tx, p, s, x), k + 1
+
+    return jax.lax.while_loop(lambda carry: carry[2] < n + 2, body, (p, s, n))
+
+
+def swaps(tx, p, s, x, a, b):
+    """A loop that hands the caller's arrays on in its carry."""
+
+    def body(carry):
+        k, p, s, a, b = carry
+        return k + 1, *plain(tx, p, s, x), b, a
+
+    return *jax.lax.while_loop(lambda carry: carry[0] < 3 + x[0, 0], body, (0, p, s, a, b))[1:], a + 1
+
+
 def same_twice(tx, p, s, x, a, b):
     return *plain(tx, p, s, x), a + b
 
@@ -112,6 +132,8 @@ jax.tree_util.register_pytree_node(Config, lambda c: ((c.factor,), None), lambda
 TYPED = tuple((x_of(0), flag) for flag in (True, 1, 1.0, np.float32(1), True, Config(np.int64(4))))
 NAMED = tuple({"flag": flag} for flag in (True, 1, np.int32(2), np.bool_(True)))
 FEATURES = {
+    "a loop": Feature(loops, ((jnp.int32(0), x_of(0)), (jnp.int32(5), x_of(0))), {"donate_argnums": (0, 1, 2)}),
+    "a loop that swaps": Feature(swaps, ((x_of(0), jnp.ones(2), jnp.zeros(2)),) * 2, {"donate_argnums": (0, 1)}),
     "types": Feature(plain, ((x_of(0),), (x_of(1)[:2],), (x_of(0).astype(np.float16),), (jnp.asarray(x_of(2)),))),
     "static by number": Feature(with_flag, TYPED, {"static_argnums": 3}),
     "static by name": Feature(with_flag, ((x_of(0),),) * 4, {"static_argnames": "flag"}, NAMED),

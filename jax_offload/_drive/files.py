@@ -19,7 +19,7 @@ from jax_offload._base.arrays import nbytes
 from jax_offload._base.jaxprs import Atom, Equation, Literal, Var, inner_of, values_of, variables
 from jax_offload._base.memory import HOST_KIND
 from jax_offload._base.on_disk import IN_MEMORY, READ, WRITE, Ends, Place, Range
-from jax_offload._drive.stages import BEFORE, Staged, Task, stands_in
+from jax_offload._drive.stages import BEFORE, DRIVEN, Staged, Task, stands_in
 from jax_offload._emit.find import holds_driven_update, is_update
 from jax_offload._emit.region import Update
 from jax_offload._ir.program import Program
@@ -160,7 +160,7 @@ def _check_leaves(eqn: Equation, reads: Mapping[Var, tuple[Atom, Place]]) -> Non
 def _check_equation(eqn: Equation, reads: Mapping[Var, Any], written: Mapping[Var, Any]) -> None:
     used, updates = {*variables(eqn.invars)}, holds_driven_update(eqn)
     inside = any(inner.holds(lambda each: each.primitive in (READ, WRITE)) for inner in inner_of(eqn))
-    if inside and not (updates and eqn.primitive.name == "cond"):  # whose branch is a step of its own
+    if inside and not (updates and eqn.primitive.name in DRIVEN):  # whose branch, or body, is a step of its own
         raise stands_in(eqn, "disk") if updates else ValueError(_COMPUTES)
     if (not used.isdisjoint(reads) and not is_update(eqn)) or not used.isdisjoint(written):
         raise ValueError(_COMPUTES)

@@ -119,8 +119,8 @@ class Driven:
         given = dict(zip([*self._step.consts, *self._step.arguments], arrays, strict=False))
         times = Counter(map(id, arrays))
         for v in self._donated:  # which the caller gives twice, or hands on from a branch: only a copy is ours
-            if times[id(x := given[v])] > 1 and isinstance(x, jax.Array):
-                given[v] = copy_on_host(x) if on_host(x) else jnp.copy(x)
+            if times[id(given[v])] > 1:
+                given[v] = _copied(given[v])
         values = _Values(given, self._donated)
         tasks = [task for task, _ in self._tasks]
         files = Moving(self._files, self._step, tasks, given, self._reads)
@@ -176,8 +176,7 @@ class Driven:
 
     def _program(self, task: Task) -> Callable[..., Sequence[Any]]:
         """Make the program of a task; tasks that do the same share it."""
-        jaxpr, made = task.jaxpr, [*task.outputs, *task.down]
-        places = self.result_places(task)
+        jaxpr, made, places = task.jaxpr, [*task.outputs, *task.down], self.result_places(task)
         shared = task.name in (BEFORE, GROUP) or task.on_cores
         what = structure(jaxpr, self._key_of) if shared else id(task)
         turns = [made.index(v) for v in self._step.in_turn if v in made] if task.name == BEFORE else []
@@ -217,9 +216,9 @@ class Driven:
         return {v for v in found if v in self._places and {*self._places[v].device_set} == self._devices}
 
     def _run_by(self, task: Task, writable: Set[Var]) -> Callable[..., Sequence[Any]]:
-        """Return what runs a task: a program of XLA, one pass of the cores, or driven branches."""
-        if (eqn := task.branches) is not None:
-            return _Branches(eqn, task, self._options)
+        """Return what runs a task: a program of XLA, one pass of the cores, or driven branches and loops."""
+        if (eqn := task.inner) is not None:
+            return _Inner(eqn, task, self._options)
         if not task.on_cores:
             return self._program(task)
         if (found := one_pass(task, self._step.next_of, writable & task.free)) is not None:
@@ -325,24 +324,55 @@ def _everywhere(placed: Sequence[Any], devices: Set[Any]) -> Sharding:
     return SingleDeviceSharding(next(iter(devices))) if mesh is None else NamedSharding(mesh, PartitionSpec())
 
 
-class _Branches:
-    """A ``cond`` of the step that holds an update, such as ``optax.apply_if_finite``.
+class _Inner:
+    """A ``cond`` or a ``while`` of the step that holds an update, such as ``optax.apply_if_finite``.
 
-    The index of the branch is read on the host, and the branch that is taken is driven.
+    What decides is read on the host: the index of a branch, or a loop's condition. The branch that is taken, or the
+    body, is driven.
     """
 
     def __init__(self, eqn: Equation, task: Task, options: tuple[Mapping[str, Any], Mapping[str, Any]]) -> None:
         self._eqn, self._task, self._options = eqn, task, options
         self._places = [eqn.outvars.index(v) for v in task.outputs]
         # their buffers may be taken; literals have their own
-        self._free = [isinstance(v, Literal) or v in task.free for v in eqn.invars[1:]]
+        self._free = [isinstance(v, Literal) or v in task.free for v in eqn.invars]
         self._driven: dict[int, Driven] = {}
+        if eqn.primitive.name == "while":
+            condition, self._used = without_dead_code(eqn.params["cond_jaxpr"].jaxpr)
+            self._condition = jit(jax_fun(closed(condition, eqn.params["cond_jaxpr"].consts)))
 
     def __call__(self, *operands: Any) -> list[Any]:
-        index, *given = values_of(dict(zip(self._task.inputs, operands, strict=True)), self._eqn.invars)
+        given = values_of(dict(zip(self._task.inputs, operands, strict=True)), self._eqn.invars)
+        results = self._loop(given) if self._eqn.primitive.name == "while" else self._branch(*given)
+        return [results[i] for i in self._places]
+
+    def _branch(self, index: Any, *given: Any) -> Sequence[Any]:
         branches = self._eqn.params["branches"]
         k = min(max(int(np.asarray(index)), 0), len(branches) - 1)
+        return self._run(k, branches[k], given, self._free[1:])
+
+    def _loop(self, given: Sequence[Any]) -> Sequence[Any]:
+        params = self._eqn.params
+        n, m = params["cond_nconsts"], params["cond_nconsts"] + params["body_nconsts"]
+        # The body takes the buffers of what it carries, so somebody else's are copied.
+        others = Counter(map(id, given))
+        carry = [x if own and others[id(x)] == 1 else _copied(x) for x, own in zip(given, self._free, strict=True)][m:]
+        free = [False] * (m - n) + [True] * len(carry)
+        while self._holds([*given[:n], *carry]):
+            carry = self._run(0, params["body_jaxpr"], [*given[n:m], *carry], free)
+        return carry
+
+    def _holds(self, operands: Sequence[Any]) -> bool:
+        (holds,) = self._condition(*(x for x, used in zip(operands, self._used, strict=True) if used))
+        return bool(np.asarray(holds))
+
+    def _run(self, k: int, body: ClosedJaxpr, given: Sequence[Any], free: Sequence[bool]) -> Sequence[Any]:
         if k not in self._driven:
-            self._driven[k] = Driven(branches[k], given, self._free, *self._options)
-        results = self._driven[k](given)
-        return [results[i] for i in self._places]
+            self._driven[k] = Driven(body, given, free, *self._options)
+        return self._driven[k](given)
+
+
+def _copied(x: Any) -> Any:
+    if not isinstance(x, jax.Array):
+        return x
+    return copy_on_host(x) if on_host(x) else jnp.copy(x)

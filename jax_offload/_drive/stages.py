@@ -35,7 +35,8 @@ from jax_offload._step.inlined import equation_of, localised
 GROUP_BYTES = 2**26
 BEFORE = "before"  # the name of the stages that make the gradients
 GROUP = "group"  # the name of stages whose state is on disk, or beside a state on disk
-BRANCHES = "branches"  # the name of a stage whose branches update
+INNER = "inner"  # the name of a stage whose branches, or loop, update
+DRIVEN = ("cond", "while")  # what an update may stand in
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,9 +53,9 @@ class Stage:
     on_cores: bool = False
 
     @property
-    def branches(self) -> Equation | None:
-        """The ``cond`` that holds an update, whose branches are driven from Python in their turn."""
-        return self.slices[0].jaxpr.eqns[0] if self.name == BRANCHES else None
+    def inner(self) -> Equation | None:
+        """The ``cond`` or ``while`` that holds an update, whose jaxprs are driven from Python in their turn."""
+        return self.slices[0].jaxpr.eqns[0] if self.name == INNER else None
 
     @property
     def makes(self) -> list[Var]:
@@ -111,7 +112,7 @@ class Staged:
     def on_device(self, name: str, *slices: Slice) -> None:
         """Add slices to the last program of the device, or begin another."""
         last = self.stages[-1] if self.stages else None
-        if last is not None and not last.on_cores and last.name not in (BRANCHES, GROUP):
+        if last is not None and not last.on_cores and last.name not in (INNER, GROUP):
             self.stages[-1] = dataclasses.replace(last, slices=(*last.slices, *slices))
         else:
             self.stages.append(Stage(name, slices))
@@ -166,8 +167,8 @@ def staged(program: Program, ends: Mapping[Var, Ends] = MappingProxyType({})) ->
         alone = slice_of([eqn], results, program.debug_info, {})
         if not holds_driven_update(eqn):
             step.on_device("between", alone)
-        elif eqn.primitive.name == "cond":
-            step.stages.append(Stage(BRANCHES, (alone,)))
+        elif eqn.primitive.name in DRIVEN:
+            step.stages.append(Stage(INNER, (alone,)))
         elif not is_update(eqn):
             raise stands_in(eqn, "update_on")
         else:
@@ -278,11 +279,11 @@ def tasks_of(step: Staged, donated: Set[Var]) -> list[Task]:
     last = {v: k for k, stage in enumerate(stages) for v in stage.reads}
     by_cores = {v for stage in stages if stage.on_cores for v in stage.reads}
     by_device = {v for stage in stages if not stage.on_cores for v in stage.reads} | results
-    # buffers that somebody else may have: inputs that were not donated, and whatever a branch may hand on
+    # buffers that somebody else may have: inputs that were not donated, and whatever a branch or a loop may hand on
     others = {*step.consts, *step.arguments} - donated
     tasks: list[Task] = []
     for k, stage in enumerate(stages):
-        on_device = not stage.on_cores and stage.branches is None
+        on_device = not stage.on_cores and stage.inner is None
         defined = [v for v in stage.makes if v in results or last.get(v, -1) > k]
         inputs, defined = _side_by_side(stage.reads, defined, step.next_of)
         over = [v for v in inputs if last[v] == k and v not in results]
@@ -294,7 +295,7 @@ def tasks_of(step: Staged, donated: Set[Var]) -> list[Task]:
         reused = _reusable(inputs, free, outputs) if on_device else ()
         tasks.append(Task(stage.name, stage.slices, stage.on_cores, inputs=inputs, outputs=outputs, down=down, up=up,
                           over=over, free=free, reused=reused))  # fmt: skip
-        others |= {*inputs, *defined} if stage.branches is not None else set()
+        others |= {*inputs, *defined} if stage.inner is not None else set()
     return tasks
 
 

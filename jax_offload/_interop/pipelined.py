@@ -77,10 +77,8 @@ def pipelined(
       ...     return *jo.update_params(tx, grads, state, w), loss
       >>> w, x = jax.device_put((jnp.ones((256, 256)), jnp.ones((2, 256))), jax.devices()[0])
       >>> train = jo.pipelined(step, donate_argnames=("w", "state"))
-      >>> carry = w, tx.init(w)
-      >>> for _ in range(2):
-      ...     carry, aux = train(carry, x)
-      >>> w, state = train.finish(carry)
+      >>> carry, aux = train((w, tx.init(w)), x)
+      >>> w, state = train.finish(train(carry, x)[0])
     """
     step = step.__wrapped__ if isinstance(step, Jitted) else step  # it rewrites the whole, turned round
     parameters = inspect.signature(step).parameters
