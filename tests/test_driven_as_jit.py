@@ -210,6 +210,25 @@ def test_a_step_is_as_under_jit(name, way, tmp_path):
     assert steady == 0
 
 
+@pytest.mark.parametrize("way", WAYS)
+def test_what_a_branch_hands_on_is_nobody_elses(way, tmp_path):
+    """The old parameters are a result too, which the next step donates."""
+    tx = offloaded(way, tmp_path)
+
+    @functools.partial(jo.jit, donate_argnums=3)
+    def step(p, s, x, target):
+        new, s = jax.lax.cond(jnp.isfinite(x).all(), lambda: plain(tx, p, s, x), lambda: (p, s))
+        return new, s, p
+
+    p = jax.device_put(jnp.eye(8), jax.devices()[0])
+    state, target = tx.init(p), jnp.copy(p)
+    for x in (x_of(0) * np.nan, x_of(0) * np.nan, x_of(1)):
+        new, state, target = step(p, state, x, target)
+        assert not p.is_deleted() and not new.is_deleted()
+        p = new
+    assert float(jnp.abs(p - jnp.eye(8)).max()) > 0
+
+
 SETTINGS = {
     "no tracer outlives its trace": jax.checking_leaks,
     "no transfer that nobody asked for": functools.partial(jax.transfer_guard, "disallow"),

@@ -344,7 +344,12 @@ class _Inner:
     def __call__(self, *operands: Any) -> list[Any]:
         given = values_of(dict(zip(self._task.inputs, operands, strict=True)), self._eqn.invars)
         results = self._loop(given) if self._eqn.primitive.name == "while" else self._branch(*given)
-        return [results[i] for i in self._places]
+        # An operand that is handed on is copied if somebody else has it, as in a program of XLA.
+        taken, found = {id(x) for x, own in zip(given, self._free, strict=True) if not own}, list[Any]()
+        for x in (results[i] for i in self._places):
+            found.append(_copied(x) if id(x) in taken else x)
+            taken.add(id(x))
+        return found
 
     def _branch(self, index: Any, *given: Any) -> Sequence[Any]:
         branches = self._eqn.params["branches"]
