@@ -130,10 +130,11 @@ def offload(
       A transformation whose ``update`` leaves each state leaf where the options say, wherever it came from: a resident
       state becomes an offloaded one in its first step. Gradients and parameters may be in pinned host memory too: they
       are streamed with the state, and each update returns to the memory of its gradient; not with ``update_on``,
-      ``disk`` or ``fraction=0``. ``update(..., skip=)`` takes a bool, traced or not; where it is
-      true the updates are zero and the state keeps every bit. Outside any ``jit`` an update is compiled as ``jax.jit``
-      would compile it: it reads closures at the first call only, and recompiles when an extra argument that is a
-      function, an int or a string changes.
+      ``disk`` or ``fraction=0``. ``update(..., skip=)`` takes a bool, traced or not; where it is true the updates are
+      zero and the state keeps every bit. A transformation around this one does not see that, and counts on;
+      ``update_params(..., skip=)`` skips it too. Outside any ``jit`` an update is compiled as ``jax.jit`` would compile
+      it: it reads closures at the first call only, and recompiles when an extra argument that is a function, an int or
+      a string changes.
 
     Raises:
       TypeError: ``inner`` is not an optax transformation, or is already an ``offload(...)``.

@@ -135,6 +135,8 @@ def recipe(seed: int, variant: int = 0) -> Recipe:
         r[name] = choices[0] if rng.random() < simple else rng.choice(choices)
     if r["storage"]:  # it encodes moments of float32
         r |= {"dtype": "float32", "optimizer": "adamw"}
+    if r["outside"] and r["skip"] == "skip":  # which a transformation around the offload does not see in its update
+        r["form"] = "update_params"
     if r["mesh"]:  # XLA's maximum over devices drops a NaN
         r |= {"bad batch": False, "storage": None}
     return recipe(seed) if r["storage"] and variant else r  # whether a leaf is encoded depends on the options
