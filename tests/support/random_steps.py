@@ -1130,8 +1130,8 @@ def pipelined(step: Step) -> Record:
     counted = r["outside"] is None and r["second"] != "plain beside" and r["static"] in (None, "default")
     carried = [name for name in step.arguments if name in step.carried]
     if r["donate by"] == "name":
-        carried.sort(key=lambda name: zlib.crc32(name.encode()))  # the order does not matter
-        how: dict[str, Any] = {"donate_argnames": carried}
+        # the order does not matter
+        how: dict[str, Any] = {"donate_argnames": sorted(carried, key=lambda name: zlib.crc32(name.encode()))}
     else:
         how = {"donate_argnums": [step.arguments.index(name) for name in carried]}
     if r["static"]:
