@@ -73,6 +73,8 @@ CASES = [  # with a sharding and a way to run that change from one case to the n
     pytest.param(name, ("fsdp", "one device", "ZeRO-1")[(k - k // 9) % 3], where, form, [*RUNS][k % 4],
                  marks=[DAILY] if k // 3 % 3 == (k + 1) % 3 else [])
     for k, (name, (where, form)) in enumerate(itertools.product(OPTIMIZERS, WHERE))
+    # a chain around an offload computes with the gradients before the offload sees them
+    if not (name == "clip around" and form == "update")
 ]  # fmt: skip
 
 
