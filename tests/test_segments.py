@@ -1,6 +1,6 @@
 """The pass before an update whose state is on disk, in several programs: first gradients first.
 
-tests/aot/compiled.py has their peaks, and those of updates on the cores.
+tests/aot/compiled.py has the peaks of these programs, and the peaks with updates on the cores.
 """
 
 import threading

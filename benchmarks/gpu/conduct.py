@@ -36,7 +36,7 @@ def results(
     platform: str | None = None,
     programs: Path | None = None,
 ) -> Iterator[tuple[str, dict[str, Any]]]:
-    """(case, result), each as soon as it is known.
+    """Yield each case and its result as soon as it ends.
 
     A worker runs one case after the other: opening a device and importing takes as long as a case. One that ends, or
     is stopped, in a case is followed by another one for the rest. A case that the part's end cuts short gives nothing.

@@ -78,7 +78,7 @@ def described(params: Any = None, *, remember: bool = False) -> contextlib.Abstr
     """A context in which a function is traced only to be read.
 
     Args:
-      params: parameters, sharded as those of the trace are; ``None`` for a whole step, whose arguments tell.
+      params: parameters with the shardings of the trace; ``None`` for a whole step, whose arguments have shardings.
       remember: whether each ``offload`` remembers the parameters' shardings.
     """
     told = {} if params is None else {"shardings": _shardings_in(params)}

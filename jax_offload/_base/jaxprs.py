@@ -450,7 +450,7 @@ def own_flops(eqn: Any) -> float:
 
 
 def flops(eqn: Any) -> float:
-    """Count an equation's floating point operations, including those of the jaxprs inside it.
+    """Count an equation's floating point operations, including the jaxprs inside it.
 
     The body of a ``scan`` counts once per iteration, a ``while`` once, and a ``cond`` as its most expensive branch.
     """

@@ -197,7 +197,7 @@ class Driven:
         return self._compiled[key]
 
     def result_places(self, task: Task) -> list[Sharding | None]:
-        """Return the shardings of a program's results: that of the value whose next value a result is, if divided."""
+        """Return the shardings of a program's results. The next value of a divided value is divided in the same way."""
         places = [(v, self._places.get(v)) for v in task.outputs]
         found = [
             with_kind(s, HOST_KIND if is_host_aval(v.aval) else DEVICE_KIND) if isinstance(s, NamedSharding) else None

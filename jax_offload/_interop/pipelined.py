@@ -188,7 +188,7 @@ class Pipelined:
         """Run the pending update alone: before an evaluation or a checkpoint, and at the end.
 
         Args:
-          carry: what the last call returned, which is donated; carried arguments, of which no update is pending, are
+          carry: what the last call returned, which is donated. Carried arguments have no pending update and are
             returned unchanged.
           with_late: whether to return the ``aux.late`` that a further call would give, too.
 

@@ -21,12 +21,14 @@ CALLS = {  # the system's calls, by the names that faults know
     "open": "open", "preadv": "preadv", "pwritev": "pwritev", "fdatasync": "sync", "fsync": "sync",
     "posix_fallocate": "allocate", "mkdir": "make_directory", "replace": "replace", "unlink": "remove",
 }  # fmt: skip
-_FAULTY = []  # those who are told, the newest first
+_FAULTY = []  # the newest first
 
 
 class Faulty:
-    """Calls of the system to files in a folder. ``fault(name, path, arguments)`` is called before each, and may raise,
-    wait, or return what is returned. ``replace`` has the path of the file that is replaced."""
+    """Record system calls on files in a folder, and call ``fault(name, path, *arguments)`` before each of them.
+
+    A fault may raise, wait, or return the call's result. For ``replace``, ``path`` is the target.
+    """
 
     def __init__(self, folder, fault=None):
         self.folder, self.fault, self.calls, self.lock = Path(folder), fault or no_fault, [], threading.Lock()
@@ -60,7 +62,7 @@ def told(name, call):
     return called
 
 
-SYSTEM = {call: getattr(os, call) for call in CALLS}  # as it is
+SYSTEM = {call: getattr(os, call) for call in CALLS}  # without faults
 for _call, _name in CALLS.items():
     setattr(os, _call, told(_name, SYSTEM[_call]))
 

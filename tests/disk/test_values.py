@@ -174,7 +174,7 @@ def test_as_in_host_memory(name, disk, monkeypatch):
 
 
 def test_a_part_stays_in_host_memory(tmp_path):
-    """And what is on disk is read to the devices of its parameter."""
+    """The rest is on disk and is read onto the devices of its parameter."""
     budget, mesh = 60_000, mesh_of("minor axes")
     params, grads = network(0, mesh, "minor axes"), network(100, mesh, "minor axes")
     tx = jo.offload(ADAMW, min_bytes=256, disk=jo.disk(tmp_path, host_bytes=budget))
