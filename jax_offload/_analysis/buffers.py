@@ -117,7 +117,7 @@ class Buffers:
                 ends[key] = i
             ends |= {key: i for key in self._used(op) if key in begins}
         for place in at.root.leaves:
-            if (key := self.find(at.root, place)) in begins:  # what the program returns stays
+            if (key := self.find(at.root, place)) in begins:  # a result of the program stays
                 ends[key] = len(at.ops) - (not entry)
         self._moved_aside(at, begins, self.arguments.keys() if entry else outside)
         reused = self._reused(at, begins, ends)
@@ -169,7 +169,7 @@ class Buffers:
 
 
 def _shared(op: Op) -> Iterator[tuple[Key, Key]]:
-    """Yield pairs of values that share a buffer: of what an operation makes or runs, and of what it is given."""
+    """Yield pairs of values that share a buffer: a result or an inner value of an operation, and an operand."""
     first = op.operands[0] if op.operands else op
     if op.opcode == "get-tuple-element":
         index = re.search(r"index=(\d+)", op.rest)

@@ -330,7 +330,7 @@ def _self_test(device: Any) -> Check:
 
     try:
         (ours, kinds), (resident, _) = trained(offload(inner)), trained(inner)
-    except Exception as error:  # whatever it is, it is what the report is for
+    except Exception as error:  # the report shows any error
         return Check("self-test", "bad", f"{type(error).__name__}: {str(error).splitlines()[0]}", "report it")
     off = float(np.linalg.norm(ours - resident) / np.linalg.norm(resident))
     if kinds != {HOST_KIND}:

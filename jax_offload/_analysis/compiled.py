@@ -212,7 +212,7 @@ def _of_jax(executable: Any, arguments: Sequence[Argument]) -> Compiled:
 
 
 def _given(step: Any, kept: Sequence[bool] | None = None, carried: Mapping[str, Any] | None = None) -> list[Argument]:
-    """Describe the arguments of a step, traced, lowered or compiled, in jax's order.
+    """Describe the arguments of a traced, lowered or compiled step in jax's order.
 
     Args:
       step: the step.
@@ -222,7 +222,7 @@ def _given(step: Any, kept: Sequence[bool] | None = None, carried: Mapping[str, 
     paths = [path for path, _ in tree_flatten_with_path(step.args_info)[0]]
     if isinstance(step, jax.stages.Traced):
         avals, names = step.jaxpr.in_avals, step.jaxpr.jaxpr.debug_info.arg_names or [""] * len(paths)
-    else:  # which does not say the names of the step's own arguments
+    else:  # a lowered step does not name the arguments
         avals, names = jax.tree.leaves(step.in_avals), [jax.tree_util.keystr(path[2:]) for path in paths]
     states, by_name, found = _states(step.args_info), _states_by_name(carried or {}), list[Argument]()
     for k, (path, aval, name) in enumerate(zip(paths, avals, names, strict=True)):

@@ -106,14 +106,14 @@ class Op:
 
     @cached_property
     def result(self) -> Place:
-        """Where its result is: a start has (result, operand, ...) of a copy, else (operands, result, ...)."""
+        """Return the place of the result: first in a copy's start, otherwise after the operands."""
         if not self.starts or not any(place[:1] == (1,) for place in self.leaves):
             return ()
         return (0,) if self.base == "copy" else (1,)
 
     @property
     def begun(self) -> Op:
-        """The start of what it, a done, ends."""
+        """Return the start that this done operation ends."""
         op = self.operands[0]
         while op.opcode.endswith("-update"):
             op = op.operands[0]
@@ -121,17 +121,17 @@ class Op:
 
     @cached_property
     def made(self) -> dict[Place, Array]:
-        """The arrays that it makes: a start names its operands too."""
+        """Return the arrays that the operation makes; the type of a start also lists its operands."""
         return {place: x for place, x in self.leaves.items() if place[: len(self.result)] == self.result}
 
     @property
     def array(self) -> Array | None:
-        """Its first array."""
+        """The first array of its type."""
         return next(iter(self.leaves.values()), None)
 
     @property
     def source(self) -> Op:
-        """The operation that makes its value, without the bitcasts around it."""
+        """Return the operation that makes the value, looking through bitcasts."""
         return self.operands[0].source if self.opcode == "bitcast" else self
 
     @property
@@ -162,7 +162,7 @@ class Op:
 
     @property
     def inside(self) -> list[Op]:
-        """It, and all operations within it."""
+        """Return the operation and all operations inside it."""
         return [self, *(x for op in (self.body.ops if self.body else ()) for x in op.inside)]
 
     def integers(self, attribute: str) -> list[int]:
@@ -172,7 +172,7 @@ class Op:
 
     @property
     def copy(self) -> tuple[bool, int] | None:
-        """The copy between host and device that it starts: whether it loads, and bytes; ``None`` if it starts none."""
+        """Return whether the copy between host and device loads, and its bytes; ``None`` if no copy starts here."""
         if not self.starts or not self.made:
             return None
         read, made = [x for place, x in self.leaves.items() if place not in self.made], next(iter(self.made.values()))
@@ -183,7 +183,7 @@ class Op:
 
     @property
     def trips(self) -> int:
-        """How often a loop runs: XLA's number or, on a TPU, the number with which its counter is compared."""
+        """Return the trip count of a loop: XLA's number or, on a TPU, the bound of its counter."""
         if known := re.search(r'known_trip_count":\{"n":"(\d+)"', self.rest):
             return int(known[1])
         limits = [x for x in self.callees[0].ops if x.opcode == "constant" and x.type.startswith("s32[]")]
@@ -191,7 +191,7 @@ class Op:
 
     @cached_property
     def written(self) -> dict[Place, tuple[int | None, int]]:
-        """For each array that it makes: the operand in whose buffer it stands, if in one's, and the bytes written."""
+        """Map each array that it makes to the operand whose buffer it takes, if any, and to the bytes written."""
         found: dict[Place, tuple[int | None, int]] = {place: (None, x.nbytes) for place, x in self.made.items()}
         if self.base == "dynamic-update-slice":
             rows = self.operands[1].array
@@ -210,7 +210,7 @@ class Op:
 
     @property
     def moved(self) -> list[tuple[Array, int, bool]]:
-        """The arrays that it reads and writes: bytes, of rows if it touches no more, and whether it writes them.
+        """Return the bytes of each array that it touches (only the rows that it touches), and whether it writes them.
 
         Values inside a fusion do not count.
         """
@@ -221,7 +221,7 @@ class Op:
         return [each for each in (*read, *wrote) if each[1]]
 
     def read(self, k: int) -> int:
-        """The bytes that it reads of its operand ``k``."""
+        """Return the bytes that it reads from its operand ``k``."""
         array = self.operands[k].array
         nbytes = array.nbytes if array else 0
         if self.body:
@@ -234,12 +234,12 @@ class Op:
 
     @property
     def operations(self) -> list[tuple[float, bool]]:
-        """Of the matmuls that it is or wraps: operations, and whether an operand has 16 bits."""
+        """Return the operations of the matmuls inside it, and whether an operand has 16 bits."""
         return [found for op in self.inside if (found := _matmul(op))]
 
     @property
     def collective(self) -> float | None:
-        """The bytes that each device sends in the collective that it is, starts or wraps.
+        """Return the bytes that each device sends in the collective of this operation.
 
         It is ``None`` if there is no collective, or if it is beside a matmul: on a TPU the fusions around matmuls
         repeat the collective that they carry on.
@@ -275,7 +275,7 @@ class Computation:
 
     @cached_property
     def uses(self) -> dict[Op, list[tuple[Op, int]]]:
-        """Value -> the operations that have it as an operand, and its number among theirs."""
+        """Map each value to its users, with the value's position among their operands."""
         found: dict[Op, list[tuple[Op, int]]] = {}
         for op in self.ops:
             for k, operand in enumerate(op.operands):
@@ -283,7 +283,7 @@ class Computation:
         return found
 
     def read(self, value: Op) -> int:
-        """The bytes of a value that its users read."""
+        """Return how many bytes of a value its users read."""
         used = self.uses.get(value, ())
         return sum(self.read(op) if op.opcode == "bitcast" else op.read(k) for op, k in used)
 

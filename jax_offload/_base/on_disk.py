@@ -392,7 +392,7 @@ def brought(leaves: Sequence[Any], types: Callable[[], Sequence[Any]]) -> list[A
         place = x.place if is_on_disk(x) else place_of(x)
         return place and (place.home, place.name)
 
-    if [*map(where, leaves)] == [*map(where, target)]:  # it is there, and no file changes
+    if [*map(where, leaves)] == [*map(where, target)]:  # already in place, so no file changes
         return [x if is_on_disk(x) else moved(x, like) for x, like in zip(leaves, target, strict=True)]
     return read_into(target, lambda indices: [moved(leaves[k], target[k]) for k in indices])
 

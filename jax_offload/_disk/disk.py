@@ -368,7 +368,7 @@ class Disk:
         leaf, version = self._leaf(name), _version(token)
         if not (committed := version == self._committed):
             self.check(token)
-        parts = self._parts(leaf, pages, committed=committed)  # memory that whoever asks may keep
+        parts = self._parts(leaf, pages, committed=committed)  # the caller may keep this memory
         if version != self._committed:  # an update or a commit may have begun meanwhile
             self.check(token)
         return self._whole(leaf, parts, sharding)

@@ -329,7 +329,7 @@ class Store:
             )
         file = File.at(path)
         self._closing.callback(os.close, file.descriptor)
-        if not file.direct and name == "state.a":  # said once
+        if not file.direct and name == "state.a":  # warn once
             warnings.warn(
                 f"the filesystem of {str(self.directory)!r} has no O_DIRECT: the store goes through the page cache, "
                 "which is slower and takes memory that the system counts as cache. A directory on a local disk has it.",

@@ -112,7 +112,7 @@ class ByRows:
     def _slice_by(
         self, run: Callable[..., Any], inputs: Sequence[Atom], outputs: Sequence[Var], kind: Hashable
     ) -> Slice:
-        """What a function does, as a slice; functions of one ``kind`` do the same."""
+        """Return a function as a slice; functions of one ``kind`` share a trace."""
         if kind not in self.traced:
             self.traced[kind] = as_program(jaxpr_of(run, *(v.aval for v in inputs))[0])
         new, program = Builder(), self.traced[kind]
