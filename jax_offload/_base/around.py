@@ -1,14 +1,15 @@
 """Facts about a trace that its arguments do not show: the one context variable of the package.
 
 ``init`` and ``update`` have optax's arguments, and what stands between a caller and an ``offload``, a chain, a ``cond``
-or ``optax.MultiSteps``, hands on no others. So four things reach an ``offload`` from the side:
+or ``optax.MultiSteps``, hands on no others. So five things reach an ``offload`` from the side:
 
 * how the parameters are sharded. With Auto axes no type tells, and a constraint that did would be in the program and
   would be lost at the next branch, whose operands are new variables;
 * whether the traced function is going to run. A description may neither warn nor be remembered like a step, and what
   each ``offload`` remembers is its own: nobody else can put it back;
 * whether an ``offload`` traces its inner optimizer, which must not hold another one;
-* whether a recipe around it gathers what ZeRO-1 divides.
+* whether a recipe around it gathers what ZeRO-1 divides;
+* which values the step has loaded from host memory, where a model computes with parameters that live there.
 """
 
 from __future__ import annotations
@@ -48,6 +49,7 @@ class Around:
       within_offload: whether an ``offload`` traces its inner optimizer.
       gathered: the options of each ``offload`` whose divided updates a recipe around it gathers; ``None``: each gathers
         its own.
+      loaded: the values on the device that the step has loaded at its start, each with its origin in host memory.
     """
 
     shardings: Shardings | None = None
@@ -55,6 +57,7 @@ class Around:
     remembers: bool = True
     within_offload: bool = False
     gathered: list[Any] | None = None
+    loaded: Sequence[tuple[Any, Any]] = ()
 
 
 _AROUND: contextvars.ContextVar[Around] = contextvars.ContextVar("jax_offload_around", default=Around())  # noqa: B039
@@ -96,6 +99,17 @@ def gathering() -> Iterator[list[Any]]:
     options: list[Any] = []
     with _within(gathered=options):
         yield options
+
+
+def loading(origins: Sequence[tuple[Any, Any]]) -> contextlib.AbstractContextManager[None]:
+    """Inside, ``from_host`` knows these values on the device and their origins in host memory."""
+    return _within(loaded=origins)
+
+
+def from_host(tree: Any) -> Any:
+    """Return ``tree`` with the origins of values that the step has loaded at its start: an update streams them."""
+    origins = {id(x): origin for x, origin in _AROUND.get().loaded}
+    return jax.tree.map(lambda x: origins.get(id(x), x), tree) if origins else tree
 
 
 def check_not_within_offload() -> None:
