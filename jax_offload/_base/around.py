@@ -49,7 +49,8 @@ class Around:
       within_offload: whether an ``offload`` traces its inner optimizer.
       gathered: the options of each ``offload`` whose divided updates a recipe around it gathers; ``None``: each gathers
         its own.
-      loaded: the values on the device that the step has loaded at its start, each with its origin in host memory.
+      loaded: the values on the device that the step has loaded, each with its origin in host memory; ``None``: it
+        loads what it needs by itself.
     """
 
     shardings: Shardings | None = None
@@ -57,7 +58,7 @@ class Around:
     remembers: bool = True
     within_offload: bool = False
     gathered: list[Any] | None = None
-    loaded: Sequence[tuple[Any, Any]] = ()
+    loaded: list[tuple[Any, Any]] | None = None
 
 
 _AROUND: contextvars.ContextVar[Around] = contextvars.ContextVar("jax_offload_around", default=Around())  # noqa: B039
@@ -101,14 +102,23 @@ def gathering() -> Iterator[list[Any]]:
         yield options
 
 
-def loading(origins: Sequence[tuple[Any, Any]]) -> contextlib.AbstractContextManager[None]:
-    """Inside, ``from_host`` knows these values on the device and their origins in host memory."""
-    return _within(loaded=origins)
+def loading() -> contextlib.AbstractContextManager[None]:
+    """Inside, a step computes with what ``load`` returns, and an update streams the origins of these values."""
+    return _within(loaded=list[tuple[Any, Any]]())
+
+
+def load(x: Any) -> Any:
+    """Return ``x`` on the device; ``from_host`` returns it again."""
+    loaded = _AROUND.get().loaded
+    if loaded is None or not memory.on_host(x):
+        return x
+    loaded.append((memory.to_device(x), x))
+    return loaded[-1][0]
 
 
 def from_host(tree: Any) -> Any:
-    """Return ``tree`` with the origins of values that the step has loaded at its start: an update streams them."""
-    origins = {id(x): origin for x, origin in _AROUND.get().loaded}
+    """Return ``tree`` with the values that ``load`` has loaded where they were, in host memory."""
+    origins = {id(x): origin for x, origin in _AROUND.get().loaded or ()}
     return jax.tree.map(lambda x: origins.get(id(x), x), tree) if origins else tree
 
 

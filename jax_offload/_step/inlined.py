@@ -168,26 +168,42 @@ def inlined(program: Program) -> Inlined | None:
     new, stored = Builder(eqns), dict[Atom, Atom]()  # what the step moves to the host -> the same on the device
     for eqn in program.eqns:
         if not is_update(eqn):
-            stored |= {eqn.outvars[0]: eqn.invars[0]} if is_store(eqn) else {}
-            eqns.append(eqn)
+            _put(new, stored, eqn, set())
             continue
-        update = localised(eqn)
+        update = localised(eqn.replace(invars=new.read(eqn.invars)))
         for each in decomposed(update.program.eqns):
             line = each.source_info.replace(traceback=eqn.source_info.traceback)  # of the user's call
-            if is_load(each) and each.invars[0] in stored and each.outvars[0] not in eqn.outvars:
-                # a gradient that goes no further than its update
-                new.names[each.outvars[0]] = stored[each.invars[0]]
-                continue
-            new.put(each.replace(source_info=line))
-            own[id(eqns[-1])] = len(updates)
+            if _put(new, stored, each.replace(source_info=line), {*eqn.outvars}):
+                own[id(eqns[-1])] = len(updates)
         updates.append(update)
         # An update that is the rest of one does not make all of its results.
         pairs = {v: update.next_values[v] for v in eqn.outvars if v in update.next_values}
         shards |= update.program.shards
         shards |= {v: shards[x] for v, x in pairs.items() if x in shards and v.aval.shape == x.aval.shape}
         next_of |= pairs
-    step = dataclasses.replace(program, eqns=eqns, shards=shards)
+    step = dataclasses.replace(program, eqns=eqns, outputs=new.read(program.outputs), shards=shards)
     return Inlined(step, tuple(updates), own, next_of, _waiting(step, next_of)) if updates else None
+
+
+def _put(new: Builder, stored: dict[Atom, Atom], eqn: Equation, results: Set[Var]) -> bool:
+    """Append an equation, unless it loads what was stored before and is still on the device.
+
+    Args:
+      new: the equations so far.
+      stored: what they move to the host -> the same on the device.
+      eqn: the equation.
+      results: the variables that have to stay.
+    """
+    operands = new.read(eqn.invars)
+    if is_load(eqn) and eqn.outvars[0] not in results:
+        origin = stored.get(operands[0])
+        if origin is not None and origin.aval == eqn.outvars[0].aval:
+            new.names[eqn.outvars[0]] = origin
+            return False
+    new.put(eqn, operands)
+    if is_store(eqn):
+        stored[eqn.outvars[0]] = operands[0]
+    return True
 
 
 def _waiting(program: Program, next_of: Mapping[Var, Var]) -> dict[Var, Var]:
@@ -199,7 +215,8 @@ def _waiting(program: Program, next_of: Mapping[Var, Var]) -> dict[Var, Var]:
     free = [v for v in program.inputs if is_host_aval(v.aval) and v not in taken]
     found: dict[Var, Var] = {}
     bits = {x: UPDATED << (k + 1) for k, x in enumerate(free)}
-    made_of = dict(zip(program.outputs, origins_of(program, bits), strict=True)) if results and free else {}
+    masks = origins_of(program, bits) if results and free else []
+    made_of = {v: mask for v, mask in zip(program.outputs, masks, strict=bool(masks)) if isinstance(v, Var)}
     for v in results:
         alike = [x for x in free if same_type(x.aval, v.aval)] if v not in next_of else []
         alike.sort(key=lambda x: not made_of[v] & bits[x])  # new parameters rather where the old ones were

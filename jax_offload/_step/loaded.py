@@ -14,9 +14,9 @@ from typing import Any
 
 import jax
 
-from jax_offload._base.around import loading
+from jax_offload._base.around import load, loading
 from jax_offload._base.jaxprs import Atom, ClosedJaxpr, Literal, Var, jaxpr_of
-from jax_offload._base.memory import is_host_aval, on_host, to_device, to_host
+from jax_offload._base.memory import is_host_aval, to_host
 from jax_offload._ir.program import Builder, flat, is_load
 from jax_offload._placement.arguments import is_state
 from jax_offload._step.returned import UPDATED, origins_of
@@ -52,41 +52,39 @@ def _with_loads(
     """Trace a step with all of its host arguments but states of optimizers loaded at its start."""
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        origins = list[tuple[Any, Any]]()
+        def loaded(x: Any) -> Any:
+            return jax.tree.map(lambda x: x if is_state(x) else load(x), x, is_leaf=is_state)
 
-        def load(x: Any) -> Any:
-            if is_state(x) or not on_host(x):
-                return x
-            origins.append((to_device(x), x))
-            return origins[-1][0]
-
-        args = tuple(x if k in static else jax.tree.map(load, x, is_leaf=is_state) for k, x in enumerate(args))
-        kwargs = jax.tree.map(load, kwargs, is_leaf=is_state)
-        with loading(origins):
-            return fun(*args, **kwargs)
+        with loading():
+            return fun(*(x if k in static else loaded(x) for k, x in enumerate(args)), **loaded(kwargs))
 
     closed, result = jaxpr_of(run, *args, static=static, named=named)
     return _returned_to_host(closed), result
 
 
 def _returned_to_host(closed: ClosedJaxpr) -> ClosedJaxpr:
-    """Let a step return to host memory what its updates make of the arguments that it loads."""
+    """Let a step return to host memory the next value of each argument that it loads.
+
+    Among the results of the argument's type that elementwise arithmetic makes of it, that is the one made by an update
+    and of the fewest other arguments: the new parameters rather than an average.
+    """
     program = flat(closed)
     loads = {eqn.outvars[0]: eqn.invars[0] for eqn in program.eqns if is_load(eqn)}
-    loads = {v: x for v, x in loads.items() if x in program.inputs}
-    bits = {x: UPDATED << (k + 1) for k, x in enumerate(dict.fromkeys(loads.values()))}
-    new = Builder([*program.eqns])
-
-    def stored(v: Atom, mask: int) -> Atom:
-        if isinstance(v, Literal) or is_host_aval(v.aval):
-            return v
-        if v in loads:
-            return loads[v]
-        alike = [x for x, bit in bits.items() if mask & bit and _type(x) == _type(v)]
-        return new.run(to_host, v)[0] if mask & UPDATED and alike else v
-
-    outputs = [stored(v, mask) for v, mask in zip(program.outputs, origins_of(program, bits), strict=True)]
-    return dataclasses.replace(program, eqns=new.eqns, outputs=outputs).closed
+    bits = {x: UPDATED << (k + 1) for k, x in enumerate(program.inputs)}
+    masks = {v: m for v, m in zip(program.outputs, origins_of(program, bits), strict=True) if isinstance(v, Var)}
+    updated = any(mask & UPDATED for mask in masks.values())
+    new, outputs = Builder([*program.eqns]), dict[Atom, Atom]()
+    left = dict.fromkeys(x for x in loads.values() if x in bits)
+    for v in sorted(masks, key=lambda v: masks[v].bit_count()):
+        if (same := loads.get(v)) in bits:
+            outputs[v] = same
+        elif not is_host_aval(v.aval) and bool(masks[v] & UPDATED) == updated:
+            old = next((x for x in left if masks[v] & bits[x] and _type(x) == _type(v)), None)
+            if old is not None:
+                del left[old]
+                outputs[v] = same or new.run(to_host, v)[0]
+    results = [v if isinstance(v, Literal) else outputs.get(v, v) for v in program.outputs]
+    return dataclasses.replace(program, eqns=new.eqns, outputs=results).closed
 
 
 def _type(v: Var) -> tuple[Any, ...]:

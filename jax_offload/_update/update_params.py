@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+import jax
 import optax
 
-from jax_offload._base.around import compiled_where_eager, from_host, gathering
+from jax_offload._base.around import compiled_where_eager, from_host, gathering, load
 from jax_offload._base.memory import loaded
 from jax_offload._base.on_disk import opened
 from jax_offload._base.shardings import types_tell
@@ -77,4 +78,4 @@ def update_params(
         return where_it_was(new, old), after
 
     params, state = streamed(recipe, (grads, state, params, extra_args, skip), next_of=(2, 1))
-    return params, stored(state)
+    return jax.tree.map(load, params), stored(state)
