@@ -127,7 +127,7 @@ def replicas_of(x: Any) -> dict[Box, list[Any]]:
 
 
 def memory_of(x: Any) -> Any:
-    """Return an array's memory as a view, or a copy where host memory has no address. XLA knows of no such view, so that
+    """Return an array's memory as a view, or a copy where host memory has no address. XLA does not know of it, so that
     it can still donate the array."""
     if not isinstance(x, jax.Array) or not has_addresses(x.sharding.device_set):
         return np.asarray(x)
