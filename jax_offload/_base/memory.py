@@ -182,8 +182,9 @@ def check_host_pool(
             shard = math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
             needed += shard * len(x.sharding.addressable_devices)
     if needed > limit:
+        enough = math.ceil(needed * POOL_HEADROOM / 2**30)
         raise ValueError(
             f"{what} of {needed / 2**30:.1f} GiB does not fit XLA's pool of pinned host memory, {limit / 2**30:g} GiB "
-            f"in this process. Set the environment variable {POOL_VARIABLE} to {math.ceil(needed * POOL_HEADROOM / 2**30)} "
-            f"before jax starts, {POOL_HEADROOM} times as much because the pool fragments, or {otherwise}."
+            f"in this process. Set the environment variable {POOL_VARIABLE} to {enough} before jax "
+            f"starts, {POOL_HEADROOM} times as much because the pool fragments, or {otherwise}."
         )
