@@ -68,6 +68,15 @@ def with_constant(tx, p, s, x):
     return updated(tx, p, s, jax.grad(loss)(p, x) * RATES)
 
 
+def jitted_loss_with_constant(tx, p, s, x):
+    @jax.jit
+    def of_rows(p, x):
+        y, rates = jax.lax.scan(lambda y, row: (jnp.tanh(y * row), RATES), x, p)
+        return (y**2).mean() + (rates**2).mean()
+
+    return updated(tx, p, s, jax.grad(of_rows)(p, x))
+
+
 def changes(tx, p, s, x):
     """Chooses by a branch, and compares new and old, which are one array where the step is skipped."""
     g = jax.grad(loss)(p, x)
@@ -148,6 +157,7 @@ FEATURES = {
         lambda tx, p, s, x, a: (*plain(tx, p, s, x), a), ((x_of(0), jnp.ones(3)),), {"donate_argnums": (0, 1, 3)}
     ),
     "a NumPy constant": Feature(with_constant),
+    "a jitted loss with a constant": Feature(jitted_loss_with_constant),
     "skipped": Feature(changes, ((x_of(0),), (x_of(0) * np.nan,), (x_of(1),)), {"donate_argnums": (0, 1)}),
     "donated by name": Feature(plain, options={"donate_argnames": ("p", "s")}),
     "one array twice": Feature(same_twice, ((x_of(0), *(jnp.ones(4),) * 2),) * 2),
@@ -227,6 +237,36 @@ def test_what_a_branch_hands_on_is_nobody_elses(way, tmp_path):
         assert not p.is_deleted() and not new.is_deleted()
         p = new
     assert float(jnp.abs(p - jnp.eye(8)).max()) > 0
+
+
+def slow(inner):
+    """An optimizer whose program on the cores runs for longer than Python takes to end the step."""
+
+    def update(grads, state, params):
+        grads, state = inner.update(grads, state, params)
+        y = jax.lax.fori_loop(0, 300, lambda _, y: jnp.sin(y @ y), jnp.tile(grads, (32, 32)))
+        return grads + 0 * y.sum() * params, state
+
+    return optax.GradientTransformation(inner.init, update)
+
+
+@pytest.mark.parametrize("who", ["the step", "the next program", "nobody, as somebody holds a view of them"])
+def test_parameters_that_the_cores_read_are_donated_as_under_jit(who, tmp_path):
+    """While a program of the cores still reads them: the step returns the old ones, or the caller donates them next."""
+    found = []
+    for jit, tx in (jax.jit, slow(inner())), (jo.jit, offloaded("update_on", tmp_path, slow(inner()))):
+        p = jax.device_put(jnp.eye(8), jax.devices()[0])
+        step = jit(lambda p, s, x, tx=tx: (*plain(tx, p, s, x), p), donate_argnums=0 if who == "the step" else ())
+        step(jnp.copy(p), s := tx.init(p), x_of(0))  # compiled
+        p = jnp.copy(p)
+        view = np.asarray(p) if "view" in who else None
+        _, _, old = step(p, s, x_of(0))
+        if who != "the step":
+            old = jax.jit(lambda p: p, donate_argnums=0)(p)
+        np.testing.assert_array_equal(old, np.eye(8))
+        found.append(p.is_deleted())
+        assert view is None or np.array_equal(view, old)
+    assert found == ["view" not in who] * 2
 
 
 SETTINGS = {
