@@ -51,7 +51,7 @@ class Row:
       model: a key of ``MODELS`` or ``STEPS``.
       tokens: tokens per step and device.
       optimizer: a name that says the options, and what makes the optimizer.
-      way: ``"jit"``, ``"jo.jit"``, ``"pipelined"`` or ``"pipelined, gradients on the host"``; with ``AWAY`` behind it the
+      way: ``"jit"``, ``"jo.jit"``, ``"pipelined"`` or ``"pipelined, gradients on the host"``; with ``AWAY`` the
         parameters are on the host too.
       target: the chip.
       mesh: ``""`` for one device; for four ``"fsdp"``, ``"layers"`` (divided along the first axis), ``"zero-1"`` or
