@@ -18,7 +18,7 @@ from jax_offload._base.arrays import nbytes
 from jax_offload._base.jaxprs import DropVar, Equation, Literal, Scan, located, scan_of, variables
 from jax_offload._base.memory import is_host_aval
 from jax_offload._ir.primitives import ELEMENTWISE, SHAPES
-from jax_offload._ir.program import Program, Var
+from jax_offload._ir.program import Program, Var, is_store, load_of
 from jax_offload._ir.propagate import NEEDS, Mask, Node, forward, groups, needed_for, union
 from jax_offload._ir.propagate import needed as nodes_needed
 from jax_offload._ir.slices import Slice, slice_of
@@ -58,6 +58,7 @@ class Hoist:
       claimed: the equations that move elsewhere, by identity.
       own: the equations of the updates, by identity.
       read: the variables that scans with other moves read, beyond those in the program's equations.
+      reread: place of another scan -> the operands whose rows that scan loads again from host memory.
     """
 
     program: Program
@@ -67,6 +68,7 @@ class Hoist:
     claimed: Set[int] = frozenset()
     own: Set[int] = frozenset()
     read: Set[Var] = frozenset()
+    reread: Mapping[int, Set[Var]] = dataclasses.field(default_factory=dict[int, Set[Var]])
 
     @functools.cached_property
     def scan(self) -> Scan:
@@ -168,7 +170,9 @@ class Hoist:
 
     def streaming(self) -> InScan | None:
         """Plan to load the leaves on the host that the scan reads by rows, where no update moves into it."""
-        again = self._reread(made_by(self.program.eqns[: self.at]), set())
+        eqns = self.program.eqns[: self.at]
+        copies = {v: (k, load_of(eqn)) for k, eqn in enumerate(eqns) if is_store(eqn) for v in variables(eqn.invars)}
+        again = self._reread(made_by(eqns) | copies, set())
         kept = tuple(y for y in self.scan.ys if not isinstance(y, DropVar))
         return InScan(self.scan, (), kept, True, frozenset(), reread=again) if again else None
 
@@ -198,7 +202,7 @@ class Hoist:
 
     def _remade(self, eqn: Equation, needed: Mapping[Var, Rows | None], moving: Set[Var]) -> Dims | None:
         """Where an equation's operands have their rows, if the rows of its results are to be made again."""
-        if any(v in moving or is_host_aval(v.aval) for v in eqn.outvars):
+        if any(v in moving or is_host_aval(v.aval) or v in self._results for v in eqn.outvars):
             return None
         return pulled(eqn, needed, self.scan.length)
 
@@ -283,8 +287,9 @@ class Hoist:
 
     def _read_outside(self, v: Var, inside: Set[int]) -> list[int]:
         """The places of the equations that read a variable, other than the scan and those that are ``inside``."""
-        eqns = self.program.eqns
-        return [k for k in self._readers.get(v, ()) if k != self.at and id(eqns[k]) not in inside]
+        eqns, reread = self.program.eqns, self.reread
+        others = [k for k in self._readers.get(v, ()) if v not in reread.get(k, ())]
+        return [k for k in others if k != self.at and id(eqns[k]) not in inside]
 
     def _also_before(self, taken: list[Equation]) -> set[int]:
         """Return which of the moving equations also stay in place, because a norm that the others wait for needs them.

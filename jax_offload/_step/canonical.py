@@ -31,16 +31,18 @@ from jax_offload._base.jaxprs import (
     jax_fun,
     jaxpr_of,
     renamed,
+    run_equation,
     scan_of,
     values_of,
     variables,
     without_dead_code,
 )
 from jax_offload._base.memory import is_host_aval, on_device_aval, to_device, to_host
+from jax_offload._base.own_primitives import MARK
 from jax_offload._base.private import without_references
 from jax_offload._emit.find import holds_update, is_update
 from jax_offload._ir.branches import choice
-from jax_offload._ir.primitives import ELEMENTWISE, SHAPES, is_cheap
+from jax_offload._ir.primitives import ELEMENTWISE, PLACED, SHAPES, is_cheap
 from jax_offload._ir.program import (
     Builder,
     Program,
@@ -61,7 +63,7 @@ _MOST_UNROLLED = 256
 
 def canonical(program: Program) -> Program:
     """Return the step's program in the one form, with the same inputs and results."""
-    program = always_updating(dereferenced(program))
+    program = rebuilt(always_updating(dereferenced(program)), _on_the_device)
     for at in [k for k, eqn in enumerate(program.eqns) if eqn.primitive.name == "scan"][::-1]:
         program = _moved_as_a_whole(_by_rows(program, at), at)
     return _unrolled(program)
@@ -337,6 +339,21 @@ def _moved_as_a_whole(program: Program, at: int) -> Program:
         return carry
 
     return replaced(program, at, traced_for(program.eqns[at], run))
+
+
+_ARITHMETIC = ELEMENTWISE - PLACED - {"optimization_barrier", MARK}
+
+
+def _on_the_device(new: Builder, eqn: Equation, operands: list[Atom]) -> Sequence[Atom] | None:
+    """Run elementwise arithmetic on arrays in host memory, such as the sum of parameters and updates, on the device."""
+    arrays = [v for v in [*operands, *eqn.outvars] if v.aval.shape]
+    if eqn.primitive.name not in _ARITHMETIC or not arrays or not all(is_host_aval(v.aval) for v in arrays):
+        return None
+
+    def run(*xs: Any) -> list[Any]:
+        return [to_host(x) for x in run_equation(eqn, [to_device(x) for x in xs], eqn.params)]
+
+    return new.call(traced_for(eqn, run), operands)
 
 
 def _loaded(eqns: Sequence[Equation]) -> set[Var]:
