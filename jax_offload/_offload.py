@@ -25,8 +25,8 @@ from jax_offload._base.donation import Home, guarded
 from jax_offload._base.memory import loaded, on_host, stored, under_jit
 from jax_offload._base.on_disk import opened
 from jax_offload._base.shardings import Layouts, inside_shard_map, types_tell
+from jax_offload._disk.created import check_disk, created, places_of, refused
 from jax_offload._disk.disk import Disk
-from jax_offload._disk.option import check_disk, created, places_of, refused
 from jax_offload._placement.arguments import (
     arrived,
     check_eager,

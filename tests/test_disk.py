@@ -342,7 +342,10 @@ def test_nothing_computes_with_what_stands_for_a_leaf(after, disk):
 
 def test_plain_orbax_says_what_saves_a_state_on_disk(disk, tmp_path):
     state = offload(optax.adamw(1e-2), disk).init(model())
-    with ocp.CheckpointManager(tmp_path / "manager") as manager:
+    # else a thread of orbax waits ten minutes for a directory, after any save that orbax refuses at once
+    at_once = ocp.options.AsyncOptions(create_directories_asynchronously=False)
+    options = ocp.CheckpointManagerOptions(async_options=at_once)
+    with ocp.CheckpointManager(tmp_path / "manager", options=options) as manager:
         args = ocp.args.StandardSave({"opt_state": state})
         with pytest.raises((TypeError, ValueError), match=r"jo\.save_args"):
             manager.save(0, args=args)

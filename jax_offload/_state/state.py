@@ -323,10 +323,9 @@ def placed_leaves(
             sharding = NamedSharding(everywhere.mesh, told.spec)  # with Explicit axes the types tell
         spec = f"P({', '.join(map(repr, sharding.spec))})" if isinstance(sharding, NamedSharding) else ""
         shard_bytes = leaf.nbytes // math.prod(shards_of(sharding, aval.shape))
-        leaf = dataclasses.replace(leaf, sharding=f"{spec}{note}", shard_bytes=shard_bytes)
-        kind = memory.HOST_KIND if leaf.host or leaf.disk else memory.DEVICE_KIND
-        sharding = memory.with_kind(sharding, kind)
-        leaf = leaf if leaf.place is None else dataclasses.replace(leaf, place=leaf.place.at(sharding))
+        sharding = memory.with_kind(sharding, memory.HOST_KIND if leaf.host or leaf.disk else memory.DEVICE_KIND)
+        place = leaf.place and dataclasses.replace(leaf.place, sharding=sharding)
+        leaf = dataclasses.replace(leaf, sharding=f"{spec}{note}", shard_bytes=shard_bytes, place=place)
         placed.append((leaf, aval, sharding))
     return placed, treedef
 

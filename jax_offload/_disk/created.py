@@ -1,13 +1,11 @@
-"""The option ``disk``: files for what does not fit into host memory, which leaves go there, and how they are made.
+"""The option ``disk`` of ``offload``: which leaves of a state go to files, and how they are made.
 
 A state is made leaf by leaf, so that the whole of it is never in memory.
 """
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Hashable, Sequence
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -16,7 +14,6 @@ import optax
 from jax.sharding import Sharding
 
 from jax_offload._base.around import described
-from jax_offload._base.arrays import is_integer
 from jax_offload._base.jaxprs import jaxpr_of, variables
 from jax_offload._base.on_disk import Place, only_outside
 from jax_offload._disk.disk import Disk
@@ -26,69 +23,6 @@ from jax_offload._ir.slices import slice_of
 from jax_offload._placement.placement import Leaf, Policy, place
 from jax_offload._plan.transfers import rows_in_part
 from jax_offload._step.cut import unguarded
-
-
-def disk(directory: str | os.PathLike[str], *, host_bytes: int = 0, commit_every: int = 1) -> Disk:
-    """Keep in files the part of a state that does not fit into host memory.
-
-    Use it as ``jo.offload(inner, disk=jo.disk(folder))``. Each step of ``jax_offload.jit``, which drives it from
-    Python, reads that part group by group, updates it on the device and writes it again, while it reads the next group
-    and writes the last one. The numbers are the same as in host memory (docs/disk.md).
-
-    Only ``commit`` saves anything: after a crash the files hold the whole last commit. They take twice the bytes of
-    their leaves, because new values never overwrite committed ones.
-
-    Args:
-      directory: the directory for the files, made if missing. A local NVMe drive is best, or a RAID, which is as fast
-        as all of its drives together. ``~`` is your home, and a relative path starts at the current directory.
-      host_bytes: how many bytes of the state stay in pinned host memory, over all devices, replicated bytes counted
-        once: whole parameters, those whose gradients come last. Everything else that ``offload`` would keep there is
-        on disk. Buffers come on top: at most nine groups of 64 to 128 MiB, or of one row, or of one
-        parameter's leaves if the update does not keep their rows apart.
-      commit_every: the number of steps from one due ``commit`` to the next.
-
-    Returns:
-      A ``Disk``, for one ``offload``.
-
-    Raises:
-      TypeError: ``directory`` is not a path.
-      ValueError: the path is empty, its ``~`` has no home, or a number is not an integer in its range.
-
-    Example:
-      >>> import tempfile, jax, jax.numpy as jnp, optax, jax_offload as jo
-      >>> params = jax.device_put({"w": jnp.ones((256, 256))}, jax.devices()[0])
-      >>> tx = jo.offload(optax.adamw(1e-3), disk=jo.disk(tempfile.mkdtemp()))
-      >>> state, grads = tx.init(params), jax.tree.map(jnp.ones_like, params)
-      >>> step = jo.jit(lambda p, s, g: jo.update_params(tx, g, s, p), donate_argnums=(0, 1))
-      >>> params, state = step(params, state, grads)
-      >>> state[0].mu["w"]
-      OnDisk([0].mu['w']: float32[256, 256])
-    """
-    if not is_integer(host_bytes) or host_bytes < 0:
-        raise ValueError(
-            f"host_bytes: expected a number of bytes >= 0, an int; got {host_bytes!r}. Fix: 16 * 2**30 is 16 GiB."
-        )
-    if not is_integer(commit_every) or commit_every < 1:
-        raise ValueError(
-            f"commit_every: expected an int >= 1; got {commit_every!r}. Fix: leave it out, or commit_every=10."
-        )
-    return Disk(_path(directory), int(host_bytes), int(commit_every))
-
-
-def _path(given: Any) -> Path:
-    """Make a path absolute, as the process may change its directory while the files are in use."""
-    path = os.fspath(given) if isinstance(given, str | os.PathLike) else None
-    if not isinstance(path, str):
-        raise TypeError(
-            f"directory: expected a path, jo.disk('/nvme/run'); got {given!r}, a {type(given).__name__}. Fix: one "
-            "directory, on a RAID for several drives; a number of bytes is host_bytes=."
-        )
-    if not path:
-        raise ValueError("directory: got an empty path. Fix: '.' is where the process is; is a variable not set?")
-    try:
-        return Path(path).expanduser().absolute()
-    except RuntimeError as error:  # there is no such user
-        raise ValueError(f"directory: {path!r} is in no home: {error} Fix: a path without ~.") from error
 
 
 def check_disk(given: Any, policy: Policy) -> None:
