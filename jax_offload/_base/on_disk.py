@@ -180,8 +180,17 @@ class OnDisk(_Typed):
         return self.place.on_its_way
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray[Any, Any]:
-        found = _values(self, None)
+        found = self.read()
         return found if dtype is None else found.astype(dtype)
+
+    def read(self, sharding: Sharding | None = None) -> Any:
+        """Read the leaf: whole, in NumPy, or as an array of a sharding that divides it between processes."""
+        if isinstance(self.token, Tracer):
+            raise ValueError(
+                f"disk: a step reads {self.place} outside its update; leaves on disk are read between steps. Fix: "
+                "read a part of the state that the step has returned, jo.to_device(optax.tree.get(state, 'mu'))."
+            )
+        return self.place.home.array(self.place.name, self.token, sharding)
 
     def __reduce__(self) -> Any:
         raise TypeError(
@@ -211,19 +220,9 @@ class OnDiskStruct(HostStruct):
 
     __slots__ = ("place",)
 
-
-def typed(x: jax.ShapeDtypeStruct, place: Place | None) -> jax.ShapeDtypeStruct:
-    """Return ``x`` as the type of the leaf of this place."""
-    if place is None:
-        return x
-    found = OnDiskStruct(x.shape, x.dtype, sharding=x.sharding, weak_type=x.weak_type)
-    found.place = place
-    return found
-
-
-def place_of(like: Any) -> Place | None:
-    """Return where a type says that a leaf belongs; ``None`` for memory."""
-    return like.place if isinstance(like, OnDiskStruct) else None
+    def __init__(self, x: jax.ShapeDtypeStruct, place: Place) -> None:
+        super().__init__(x.shape, x.dtype, sharding=x.sharding, weak_type=x.weak_type)
+        self.place = place
 
 
 def opened(state: Any) -> tuple[Any, Callable[[Any], Any]]:
@@ -304,21 +303,6 @@ _CANNOT_LOWER = identity_primitive("jax_offload_cannot_lower", _raise)
 # ---- moves between steps: a few leaves in memory at a time -----------------------------------------------------------
 
 
-def read_to(leaf: OnDisk, sharding: Sharding) -> jax.Array:
-    """Read a leaf to where the sharding says. One that is divided between processes is never whole in one of them."""
-    return jax.device_put(_values(leaf, leaf.sharding), sharding)
-
-
-def _values(leaf: OnDisk, sharding: Sharding | None) -> Any:
-    """Read a leaf: whole, or as an array of a sharding that divides it between processes."""
-    if isinstance(leaf.token, Tracer):
-        raise ValueError(
-            f"disk: a step reads {leaf.place} outside its update; leaves on disk are read between steps. Fix: "
-            "read a part of the state that the step has returned, jo.to_device(optax.tree.get(state, 'mu'))."
-        )
-    return leaf.place.home.array(leaf.place.name, leaf.token, sharding)
-
-
 def check_in_memory(state: Any, what: str) -> None:
     """Raise ``ValueError`` if a leaf of the state is on disk, as ``what`` takes leaves in memory."""
     leaves = jax.tree.leaves(state, is_leaf=is_on_disk)
@@ -336,7 +320,7 @@ def read_into(target: Sequence[Any], read: Callable[[Sequence[int]], Sequence[An
       target: the leaves' types.
       read: returns the values of the leaves of these numbers, in place if they belong in memory.
     """
-    places = {k: place for k, like in enumerate(target) if (place := place_of(like)) is not None}
+    places = {k: like.place for k, like in enumerate(target) if isinstance(like, OnDiskStruct)}
     rest = [k for k in range(len(target)) if k not in places]
     found = dict(zip(rest, read(rest), strict=True))
     for home in dict.fromkeys(place.home for place in places.values()):
@@ -355,12 +339,11 @@ def brought(leaves: Sequence[Any], types: Callable[[], Sequence[Any]]) -> list[A
     target = types()
 
     def moved(x: Any, like: Any) -> Any:
-        x = _values(x, x.sharding) if is_on_disk(x) else x
-        return x if place_of(like) else jax.device_put(x, like.sharding)
+        x = x.read(x.sharding) if is_on_disk(x) else x
+        return x if isinstance(like, OnDiskStruct) else jax.device_put(x, like.sharding)
 
     def where(x: Any) -> Any:
-        place = x.place if is_on_disk(x) else place_of(x)
-        return place and (place.home, place.name)
+        return (x.place.home, x.place.name) if isinstance(x, OnDisk | OnDiskStruct) else None
 
     if [*map(where, leaves)] == [*map(where, target)]:  # already in place, so no file changes
         return [x if is_on_disk(x) else moved(x, like) for x, like in zip(leaves, target, strict=True)]

@@ -34,7 +34,7 @@ from jax_offload._base.processes import LETTERS, allgathered, everywhere, severa
 from jax_offload._base.shardings import Parts, assembled, box_of_shape, boxes_of, covered, gathered, parts_of, shape_of
 from jax_offload._disk.files import pages
 from jax_offload._disk.leaves import Stored, check_covered, entries_of, packed, placed, stored_in, unpacked
-from jax_offload._disk.store import NAME, Commit, Entry, Store, commits
+from jax_offload._disk.store import NAME, Commit, Entry, Room, Store, manifests
 
 _READERS, _WRITERS = 2, 4  # leaves of a few MiB were written faster by four threads than by two, and read no faster
 
@@ -194,7 +194,7 @@ class Disk:
 
         def found(name: str, sharding: Sharding) -> Any:
             leaf = self._leaf(name)
-            return placed(name, self._parts(leaf, pages, committed=True), leaf.shape, sharding)
+            return placed(name, self._parts(leaf, committed=True), leaf.shape, sharding)
 
         return unpacked(self.store.beside(), target, found, lands=True)
 
@@ -302,7 +302,7 @@ class Disk:
 
         def read() -> jax.Array:
             try:
-                parts = self._parts(leaf, self.store.buffers.take, rows)
+                parts = self._parts(leaf, rows, self.store.buffers.take)
             except Exception as error:
                 if not several():
                     raise
@@ -312,16 +312,14 @@ class Disk:
 
         return self._readers.submit(read)
 
-    def _parts(
-        self, leaf: Stored, room: Callable[[int], np.ndarray], rows: Range | None = None, *, committed: bool = False
-    ) -> Parts:
-        """Read a leaf's values, or some ranges of them, now. ``room``: makes a buffer of so many bytes."""
+    def _parts(self, leaf: Stored, rows: Range | None = None, room: Room = pages, *, committed: bool = False) -> Parts:
+        """Read a leaf's values, or some ranges of them, now."""
         found = leaf.within(rows)
         entries = [k for k, _ in found]
         for k in entries:
             if not committed and (writing := self._writing.get(k)) is not None:
                 writing.result()
-        arrays = self.store.read(entries, room(self.store.nbytes(entries)), committed=committed)
+        arrays = self.store.read(entries, room, committed=committed)
         return [(box, x) for (_, box), x in zip(found, arrays, strict=True)]
 
     def put(self, name: str, x: jax.Array, rows: Range | None = None) -> Future[None]:
@@ -396,7 +394,7 @@ class Disk:
         leaf, version = self._leaf(name), _version(token)
         if not (committed := version == self._committed):
             self.check(token)
-        parts = self._parts(leaf, pages, committed=committed)  # the caller may keep this memory
+        parts = self._parts(leaf, committed=committed)
         if version != self._committed:  # an update or a commit may have begun meanwhile
             self.check(token)
         if sharding is not None and not sharding.is_fully_addressable:
@@ -490,7 +488,7 @@ def last_of_all(directory: Path) -> Commit | None:
                 "jo.restore(manager, target)."
             )
         mine = own(directory)
-        return [(mine / NAME).exists(), commits(mine)]
+        return [(mine / NAME).exists(), [each.commit for each in manifests(mine) if each is not None]]
 
     said = allgathered(everywhere(look, "disk: looking for the last commit"))
     found = [[Commit(*each) for each in mine] for _, mine in said]

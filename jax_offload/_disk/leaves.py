@@ -37,7 +37,7 @@ from jax_offload._base.shardings import (
     shape_of,
     shards_of,
 )
-from jax_offload._disk.store import Entry, dtype_of
+from jax_offload._disk.store import Entry
 
 _TREE = "tree"  # the array that says what the others are
 
@@ -92,7 +92,7 @@ def stored_in(entries: Iterable[Entry]) -> dict[str, Stored]:
     """Return the leaves of a store, by their names, from its entries."""
     found: dict[str, Stored] = {}
     for k, e in enumerate(entries):
-        leaf = found.setdefault(e.path, Stored(e.path, dtype_of(e.dtype), e.leaf_shape, e.rows, []))
+        leaf = found.setdefault(e.path, Stored(e.path, np.dtype(e.dtype), e.leaf_shape, e.rows, []))
         leaf.entries.append((k, tuple((a, a + n) for a, n in zip(e.begin, e.shape, strict=True))))
     for leaf in found.values():
         leaf.entries.sort(key=lambda each: each[1])
@@ -252,10 +252,13 @@ def unpacked(
         if "on disk" in row:
             x = checked(path, like, on_disk(row["on disk"], memory.with_kind(place, memory.HOST_KIND)))
         else:
-            shape, dtype = tuple(row["shape"]), dtype_of(row["dtype"])
+            shape, dtype = tuple(row["shape"]), np.dtype(row["dtype"])
             if "key" not in row:
                 checked(path, like, jax.ShapeDtypeStruct(shape, dtype))
-            x = placed(path, _parts_of(name, row, beside), shape, place)
+            boxes = {f"{name}.{k}": tuple(map(tuple, box)) for k, box in enumerate(row.get("parts", ()))}
+            boxes = boxes or {name: box_of_shape(shape)}  # what this process had, or the whole
+            arrays = {box: np.frombuffer(beside[k].tobytes(), dtype).reshape(shape_of(box)) for k, box in boxes.items()}
+            x = placed(path, [*arrays.items()], shape, place)
             x = checked(path, like, jax.random.wrap_key_data(jnp.asarray(x), impl=row["key"])) if "key" in row else x
         return x if is_on_disk(x) else np.array(x) if isinstance(like, np.ndarray) else jax.device_put(x, place)
 
@@ -264,12 +267,3 @@ def unpacked(
 
     found = read_into([like for _, like in likes], read) if lands else read(range(len(likes)))
     return jax.tree.unflatten(treedef, found)
-
-
-def _parts_of(name: str, row: Mapping[str, Any], beside: Mapping[str, Any]) -> Parts:
-    """The parts of an array in a commit: the whole, or what this process had."""
-    boxes = {name: box_of_shape(row["shape"])}
-    if "parts" in row:
-        boxes = {f"{name}.{k}": tuple((begin, end) for begin, end in box) for k, box in enumerate(row["parts"])}
-    dtype = dtype_of(row["dtype"])
-    return [(box, np.frombuffer(beside[k].tobytes(), dtype).reshape(shape_of(box))) for k, box in boxes.items()]

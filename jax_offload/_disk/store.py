@@ -21,18 +21,20 @@ import os
 import socket
 import warnings
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import astuple, dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import ml_dtypes  # noqa: F401, so that NumPy knows the names of its dtypes
 import numpy as np
 
 from jax_offload._disk.files import Buffers, File, allocate, padded, pages, saying, swap_in, sync_directory
 
 NAME, NEXT = "manifest.json", "manifest.next.json"
+Room = Callable[[int], np.ndarray]
 _FORMAT = 2
 _SLOTS = "ab"
 _THREADS = 8  # in each direction
@@ -65,7 +67,7 @@ class Entry:
 
     @property
     def nbytes(self) -> int:
-        return math.prod(self.shape) * dtype_of(self.dtype).itemsize
+        return math.prod(self.shape) * np.dtype(self.dtype).itemsize
 
 
 class Commit(NamedTuple):
@@ -84,25 +86,6 @@ class Manifest:
     state: tuple[Entry, ...]
     beside: tuple[Entry, ...]
     slot: int  # of the arrays beside the state
-
-
-def dtype_of(name: str) -> np.dtype:
-    """Return the dtype of this name, also one that ``ml_dtypes`` adds to NumPy's."""
-    try:
-        return np.dtype(name)
-    except TypeError:
-        import ml_dtypes
-
-        return np.dtype(getattr(ml_dtypes, name))
-
-
-def commits(directory: Path) -> list[Commit]:
-    """List the commits in a directory, at most two: the last one, and one that was prepared.
-
-    Raises:
-      ValueError: the last one's manifest is damaged.
-    """
-    return [each.commit for each in _manifests(directory) if each is not None]
 
 
 class Store:
@@ -152,14 +135,14 @@ class Store:
 
     @classmethod
     def open(cls, directory: Path, commit: Commit) -> Store:
-        """Open a store at one of its ``commits``, which is its last one from now on.
+        """Open a store at a commit of one of its ``manifests``, which is its last one from now on.
 
         Raises:
           ValueError: another process has it, or files are missing or damaged. Arrays are checked when they are read.
         """
         with ExitStack() as closing:
             _lock(directory, closing)
-            prepared, last = _manifests(directory)
+            prepared, last = manifests(directory)
             if last is not None and last.commit == commit:
                 (directory / NEXT).unlink(missing_ok=True)
             elif prepared is not None and prepared.commit == commit:
@@ -186,12 +169,13 @@ class Store:
         """The step of the last commit; ``None`` before the first."""
         return None if self._last is None else self._last.commit.step
 
-    def nbytes(self, entries: Sequence[int]) -> int:
-        """How long a buffer must be into which these entries are read."""
-        return sum(padded(self.entries[k].nbytes) for k in entries)
+    def read(self, keys: Sequence[int], room: Room = pages, *, committed: bool = False) -> list[np.ndarray]:
+        """Read the newest values of entries, or their committed values, one after the other into one buffer.
 
-    def read(self, entries: Sequence[int], buffer: np.ndarray, *, committed: bool = False) -> list[np.ndarray]:
-        """Read the newest values of entries, or their committed values, one after the other into ``buffer``.
+        Args:
+          keys: the numbers of the entries.
+          room: makes a buffer of so many bytes.
+          committed: whether to read them as of the last commit.
 
         Returns:
           The arrays, as views of the buffer. Each begins on a page.
@@ -200,12 +184,11 @@ class Store:
           ValueError: bytes are damaged, or were never written.
           OSError: the system cannot read them.
         """
-        found, at = list[np.ndarray](), 0
-        for k in entries:
-            entry = self._last.state[k] if committed and self._last else self.entries[k]
-            found.append(self._read("state", entry, self._offsets[k], buffer[at:]))
-            at += padded(entry.nbytes)
-        return found
+        entries = [self._last.state[k] if committed and self._last else self.entries[k] for k in keys]
+        starts, length = _laid_out(entries)
+        buffer = room(length)
+        whole = zip(keys, entries, starts, strict=True)
+        return [self._read("state", entry, self._offsets[k], buffer[start:]) for k, entry, start in whole]
 
     def write(self, arrays: Mapping[int, np.ndarray]) -> None:
         """Write new values of entries beside the committed ones. Raise ``OSError`` if the system cannot."""
@@ -230,7 +213,7 @@ class Store:
             raise ValueError(f"{entry.path!r} in {str(self.directory)!r} was never written whole.")
         whole, file = buffer[: padded(entry.nbytes)], self._files[f"{kind}.{_SLOTS[entry.slot]}"]
         file.read(whole, offset, entry.checksums, repr(entry.path), self._reads)
-        return whole[: entry.nbytes].view(dtype_of(entry.dtype)).reshape(entry.shape)
+        return whole[: entry.nbytes].view(np.dtype(entry.dtype)).reshape(entry.shape)
 
     def _write(self, kind: str, entry: Entry, offset: int, x: np.ndarray) -> Entry:
         file = self._files[f"{kind}.{_SLOTS[entry.slot]}"]
@@ -366,17 +349,22 @@ def _load(path: Path) -> Manifest | None:
             f"the store of {str(path)!r} has format {body['format']}, and this version reads {_FORMAT}. Read it with "
             "the version of jax_offload that wrote it, and save a checkpoint."
         )
-    state, beside = (
-        tuple(Entry(*(tuple(x) if isinstance(x, list) else x for x in row)) for row in body[name])
-        for name in ("state", "beside")
-    )
+    state, beside = (tuple(map(_entry, body[name])) for name in ("state", "beside"))
     return Manifest(Commit(*body["commit"]), state, beside, body["slot"])
 
 
-def _manifests(directory: Path) -> tuple[Manifest | None, Manifest | None]:
+def _entry(row: Sequence[Any]) -> Entry:
+    path, shape, dtype, begin, leaf_shape, rows, slot, checksums = row
+    return Entry(path, tuple(shape), dtype, tuple(begin), tuple(leaf_shape), rows, slot, tuple(checksums))
+
+
+def manifests(directory: Path) -> tuple[Manifest | None, Manifest | None]:
     """Read a prepared commit if it is whole, and the last one.
 
     The former comes first: if its process swaps it meanwhile, it is found twice instead of not at all.
+
+    Raises:
+      ValueError: the manifest of the last one is damaged.
     """
     prepared = None
     try:
