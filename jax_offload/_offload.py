@@ -48,7 +48,7 @@ from jax_offload._placement.zero import check_not_manual, check_typed, partition
 from jax_offload._plan.options import Options, Order
 from jax_offload._precision.masters import checked_update
 from jax_offload._precision.storage import adopted, rules_of, warn_of_unstored, with_storage
-from jax_offload._state.state import placed_leaves
+from jax_offload._state.state import abstract_leaves, placed_leaves
 from jax_offload._update.recipe import (
     checked_skip,
     old_where,
@@ -202,7 +202,7 @@ def offload(
                 shardings = jax.tree.unflatten(treedef, [sharding for _, _, sharding in placed])
                 state = jax.jit(create, out_shardings=shardings)(params)
             else:
-                state = created(disk, create, params, placed, treedef)
+                state = created(disk, create, params, abstract_leaves(placed), treedef)
             home.reached |= any(map(on_host, jax.tree.leaves(state)))
         if rules and around().remembers:
             warn_of_unstored(rules, state)

@@ -313,17 +313,20 @@ def check_in_memory(state: Any, what: str) -> None:
         )
 
 
-def read_into(target: Sequence[Any], read: Callable[[Sequence[int]], Sequence[Any]]) -> list[Any]:
+def read_into(
+    target: Sequence[Any], read: Callable[[Sequence[int]], Sequence[Any]], homes: Sequence[Any] = ()
+) -> list[Any]:
     """Read leaves to where ``target`` says; those that belong on disk are read and written a few at a time.
 
     Args:
       target: the leaves' types.
       read: returns the values of the leaves of these numbers, in place if they belong in memory.
+      homes: disks whose files are made even if no leaf belongs there.
     """
     places = {k: like.place for k, like in enumerate(target) if isinstance(like, OnDiskStruct)}
     rest = [k for k in range(len(target)) if k not in places]
     found = dict(zip(rest, read(rest), strict=True))
-    for home in dict.fromkeys(place.home for place in places.values()):
+    for home in dict.fromkeys([*homes, *(place.home for place in places.values())]):
         mine = [k for k, place in places.items() if place.home is home]
         values = (x for batch in _batches(mine, target) for x in read(batch))
         found |= zip(mine, home.fill([places[k] for k in mine], values), strict=True)

@@ -11,11 +11,10 @@ from typing import Any
 import jax
 import numpy as np
 import optax
-from jax.sharding import Sharding
 
 from jax_offload._base.around import described
 from jax_offload._base.jaxprs import jaxpr_of, variables
-from jax_offload._base.on_disk import Place, only_outside
+from jax_offload._base.on_disk import Place, only_outside, read_into
 from jax_offload._disk.disk import Disk
 from jax_offload._ir.program import flat, structure, without_round_trips
 from jax_offload._ir.propagate import needed_for
@@ -64,9 +63,9 @@ def refused(state: Any, policy: Policy, params: Any) -> Any:
 
 
 def created(
-    disk: Disk, create: Callable[[Any], Any], params: Any, placed: Sequence[tuple[Leaf, Any, Sharding]], treedef: Any
+    disk: Disk, create: Callable[[Any], Any], params: Any, targets: Sequence[Any], treedef: Any
 ) -> optax.OptState:
-    """Return ``create(params)`` with the leaves on disk that ``placed`` puts there, each made by itself.
+    """Return ``create(params)``, each leaf made by itself, where ``targets``, the leaves' types, say.
 
     Leaves that are alike share a program.
     """
@@ -76,17 +75,12 @@ def created(
     values = dict(zip(init.inputs, [*init.consts, *jax.tree.leaves(params)], strict=True))
     compiled = dict[Hashable, Any]()
 
-    def made(wanted: Sequence[int]) -> list[Any]:
-        outputs, where = [init.outputs[k] for k in wanted], tuple(placed[k][2] for k in wanted)
-        eqns, _ = needed_for(init.eqns, variables(outputs))
-        s = slice_of(eqns, outputs, init.debug_info, {})  # pyright: ignore[reportArgumentType]
-        key = structure(s.jaxpr), where
+    def made(k: int) -> Any:
+        eqns, _ = needed_for(init.eqns, variables(init.outputs[k : k + 1]))
+        s = slice_of(eqns, init.outputs[k : k + 1], init.debug_info, {})  # pyright: ignore[reportArgumentType]
+        key = structure(s.jaxpr), targets[k].sharding
         if key not in compiled:
-            compiled[key] = jax.jit(s.run, out_shardings=[*where])
-        return compiled[key](*(values[v] for v in s.inputs))
+            compiled[key] = jax.jit(s.run, out_shardings=[targets[k].sharding])
+        return compiled[key](*(values[v] for v in s.inputs))[0]
 
-    places = {k: leaf.place for k, (leaf, _, _) in enumerate(placed) if leaf.place is not None}
-    rest = [k for k in range(len(placed)) if k not in places]
-    on_disk = disk.fill([*places.values()], (made([k])[0] for k in places))
-    found = dict[int, Any]([*zip(places, on_disk, strict=True), *zip(rest, made(rest), strict=True)])
-    return jax.tree.unflatten(treedef, [found[k] for k in range(len(placed))])
+    return jax.tree.unflatten(treedef, read_into(targets, lambda indices: [*map(made, indices)], [disk]))

@@ -463,11 +463,9 @@ def _check_leaves(leaves: Sequence[Place]) -> None:
 # ---- commits of several processes ------------------------------------------------------------------------------------
 
 
-def own(directory: Path, process: int | None = None) -> Path:
-    """The directory of a process, this one by default, within the given one."""
-    if not several():
-        return directory
-    return directory / f"process-{jax.process_index() if process is None else process}-of-{jax.process_count()}"
+def own(directory: Path) -> Path:
+    """Return the directory of this process within the given one."""
+    return directory / f"process-{jax.process_index()}-of-{jax.process_count()}" if several() else directory
 
 
 def last_of_all(directory: Path) -> Commit | None:
@@ -496,16 +494,11 @@ def last_of_all(directory: Path) -> Commit | None:
         return max(common)
     if not any(swapped for swapped, _ in said):
         return None  # the first commit did not end
-    if lost := [k for k, mine in enumerate(found) if not mine]:
-        some = next(k for k, mine in enumerate(found) if mine)
-        raise ValueError(
-            f"disk: process {lost[0]} has no commit in {own(directory, lost[0])}, and process {some} the one of step "
-            f"{max(found[some]).step}. Is a disk mounted, is each process on the host that it was on? Otherwise "
-            "restore from a checkpoint into a directory that is empty."
-        )
+    each = [f"process {k} has " + (f"step {max(mine).step}" if mine else "none") for k, mine in enumerate(found)]
     raise ValueError(
-        f"disk: the processes have no commit of the same run in {directory}, but {found}. Fix: give the directory "
-        "of one run."
+        f"disk: the processes have no commit of the same run in {directory}: {', '.join(each)}. Is a disk mounted, is "
+        "each process on the host that it was on? Fix: give the directory of one run; or restore from a checkpoint "
+        "into a directory that is empty."
     )
 
 

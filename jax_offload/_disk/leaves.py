@@ -94,8 +94,6 @@ def stored_in(entries: Iterable[Entry]) -> dict[str, Stored]:
     for k, e in enumerate(entries):
         leaf = found.setdefault(e.path, Stored(e.path, np.dtype(e.dtype), e.leaf_shape, e.rows, []))
         leaf.entries.append((k, tuple((a, a + n) for a, n in zip(e.begin, e.shape, strict=True))))
-    for leaf in found.values():
-        leaf.entries.sort(key=lambda each: each[1])
     return found
 
 
