@@ -53,7 +53,7 @@ class Entry:
       leaf_shape: the leaf's shape, over all devices and processes.
       rows: how many rows of the leaf each device has.
       slot: which of the two slots holds its values.
-      checksums: of the blocks of its values; ``None`` where these were never written whole.
+      checksums: of the blocks of its values.
     """
 
     path: str
@@ -63,7 +63,7 @@ class Entry:
     leaf_shape: tuple[int, ...] = ()
     rows: int = 0
     slot: int = 0
-    checksums: tuple[int, ...] | None = None
+    checksums: tuple[int, ...] = ()
 
     @property
     def nbytes(self) -> int:
@@ -181,7 +181,7 @@ class Store:
           The arrays, as views of the buffer. Each begins on a page.
 
         Raises:
-          ValueError: bytes are damaged, or were never written.
+          ValueError: bytes are damaged.
           OSError: the system cannot read them.
         """
         entries = [self._last.state[k] if committed and self._last else self.entries[k] for k in keys]
@@ -193,8 +193,6 @@ class Store:
     def write(self, arrays: Mapping[int, np.ndarray]) -> None:
         """Write new values of entries beside the committed ones. Raise ``OSError`` if the system cannot."""
         self.check()
-        for k in arrays:
-            self.entries[k] = replace(self.entries[k], checksums=None)
         for k, x in arrays.items():
             slot = 1 - self._last.state[k].slot if self._last else 0
             self.entries[k] = self._write("state", replace(self.entries[k], slot=slot), self._offsets[k], x)
@@ -209,8 +207,6 @@ class Store:
             return {entry.path: x for entry, x in zip(entries, arrays, strict=True)}
 
     def _read(self, kind: str, entry: Entry, offset: int, buffer: np.ndarray) -> np.ndarray:
-        if entry.checksums is None:
-            raise ValueError(f"{entry.path!r} in {str(self.directory)!r} was never written whole.")
         whole, file = buffer[: padded(entry.nbytes)], self._files[f"{kind}.{_SLOTS[entry.slot]}"]
         file.read(whole, offset, entry.checksums, repr(entry.path), self._reads)
         return whole[: entry.nbytes].view(np.dtype(entry.dtype)).reshape(entry.shape)
@@ -234,8 +230,6 @@ class Store:
         """
         self.check()
         try:
-            if missing := [entry.path for entry in self.entries if entry.checksums is None]:
-                raise ValueError(f"{missing[0]!r} was never written whole. Write every entry before a commit.")
             slot = 1 - self._last.slot if self._last else 0
             stored = self._write_beside(slot, beside)
             changed = {*self.entries}.difference(self._last.state if self._last else ())
