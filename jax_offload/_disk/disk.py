@@ -49,6 +49,8 @@ class Disk:
     Only ``commit`` saves anything: after a crash the files hold the whole last commit. They take twice the bytes of
     their leaves, because new values never overwrite committed ones.
 
+    A disk serves one ``offload``. Its attributes are its arguments; ``directory`` is an absolute path.
+
     Args:
       directory: the directory for the files, made if missing. A local NVMe drive is best, or a RAID, which is as fast
         as all of its drives together. ``~`` is your home, and a relative path starts at the current directory.
@@ -57,9 +59,6 @@ class Disk:
         on disk. Buffers come on top: at most nine groups of 64 to 128 MiB, or of one row, or of one
         parameter's leaves if the update does not keep their rows apart.
       commit_every: the number of steps from one due ``commit`` to the next.
-
-    Returns:
-      A ``Disk``, for one ``offload``, with these attributes; ``directory`` is an absolute path.
 
     Raises:
       TypeError: ``directory`` is not a path.
