@@ -432,10 +432,9 @@ def _number_of(step: Any) -> int:
     Raises:
       ValueError: it is something else, or below 0.
     """
-    try:
+    found = -1
+    with contextlib.suppress(TypeError):
         found = -1 if isinstance(step, bool) else operator.index(step)
-    except TypeError:
-        found = -1
     if found < 0:
         said = repr(step) if isinstance(step, (int, float, str)) else f"a {type(step).__name__}"
         raise ValueError(f"step: expected an int >= 0; got {said}. The order is disk.commit(step, tree).")

@@ -10,6 +10,7 @@ The tree of a commit is all that is not on disk already: numbered arrays, and on
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -187,19 +188,14 @@ def _check_stored(path: str, x: Any) -> None:
             f"tree: {path} is {x.dtype}{list(x.shape)} that was donated to a step, and is deleted. Fix: commit the "
             "step's results instead of its arguments."
         )
-    if isinstance(x.dtype, np.dtype) and (x.dtype.hasobject or not _is_named(x.dtype)):
+    named = False  # text, records and other byte orders have names that do not identify them
+    with contextlib.suppress(TypeError):
+        named = not isinstance(x.dtype, np.dtype) or (np.dtype(x.dtype.name) == x.dtype and not x.dtype.hasobject)
+    if not named:
         raise TypeError(
             f"tree: {path} is an array of {x.dtype!r}; a commit holds numbers in this machine's byte order. "
             "Fix: give text as a str; convert other dtypes with x.astype(...)."
         )
-
-
-def _is_named(dtype: np.dtype[Any]) -> bool:
-    """Whether the name of a dtype identifies it; names of text, records and other byte orders do not."""
-    try:
-        return jnp.dtype(dtype.name) == dtype
-    except TypeError:
-        return False
 
 
 def unpacked(
