@@ -18,7 +18,7 @@ MODELS = ("scan", "unrolled", "pairs")
 DAILY, OLDEST = pytest.mark.daily("a slice of the table"), pytest.mark.oldest("a slice of the table")
 CASES = [
     pytest.param(
-        inner, mode, marks=[DAILY] * (inner % 2 == 0 and mode == inner % len(MODES)) + [OLDEST] * (inner % 8 == 0)
+        inner, mode, marks=[DAILY] * (inner % 4 == 0 and mode == inner % len(MODES)) + [OLDEST] * (inner % 12 == 0)
     )
     for inner, mode in itertools.product(range(len(INNER)), range(len(MODES)))
 ]
