@@ -15,8 +15,8 @@ import pytest
 
 import jax_offload as jo
 from jax_offload._base import processes
-from jax_offload._drive import stages
 from tests.disk.faulty import Faulty, error
+from tests.support.sizes import set_sizes
 from tests.support.trees import assert_equal, handles, read
 
 pytestmark = pytest.mark.filterwarnings("ignore:Some donated buffers were not usable")
@@ -132,7 +132,7 @@ def test_a_commit_that_is_interrupted_ends_first(run):
 @pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
 def test_a_step_that_is_interrupted_is_no_state(run, monkeypatch, error):
     """It says so, and the last commit is there."""
-    monkeypatch.setattr(stages, "GROUP_BYTES", 1)
+    set_sizes(monkeypatch.setattr, group=1)
     params, state = run.began()
     run.committed(0, params, state)
     want = read((params, state))
