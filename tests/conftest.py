@@ -56,7 +56,7 @@ def mappings():
 
 
 def pytest_collection_finish():
-    """Python's collector walks all that lives again and again, a sixth of the time of tests; modules are not garbage."""
+    """Keep Python's collector off the modules, which it would walk again and again, for a sixth of the tests' time."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(100_000, 20, 20)

@@ -12,9 +12,9 @@ import ml_dtypes
 import numpy as np
 import optax
 import pytest
+from jax.experimental import multihost_utils
 
 import jax_offload as jo
-from jax_offload._base import processes
 from tests.disk.faulty import Faulty, error
 from tests.support.sizes import set_sizes
 from tests.support.trees import assert_equal, handles, read
@@ -75,7 +75,7 @@ def test_every_second_step_is_kept(run, monkeypatch):
     run.disk.wait()
     with monkeypatch.context() as patch:
         patch.setattr(jax, "process_count", lambda: 2)
-        patch.setattr(processes, "allgathered", lambda mine: pytest.fail("asks"))
+        patch.setattr(multihost_utils, "process_allgather", lambda mine: pytest.fail("asks"))
         before = len(run.files.calls)
         assert run.disk.commit(3, "not looked at") is False and len(run.files.calls) == before
     assert run.disk.last_commit == 2

@@ -11,6 +11,7 @@ from tests.support.random_steps import FIELDS, MODES, OPTIMIZERS, Refused, compl
 WRAPPERS = [("inside", name) for name in dict.fromkeys(FIELDS["inside"]) if name] + [
     ("outside", name) for name in dict.fromkeys(FIELDS["outside"]) if name
 ]
+WRAPPERS += [(where, clip) for clip in ("adaptive clip", "clip by block") for where in ("inside", "outside")]
 INNER = [("optimizer", name) for name in OPTIMIZERS] + WRAPPERS
 SHARDINGS = (None, "fsdp", "ZeRO-1")
 MODELS = ("scan", "unrolled", "pairs")
