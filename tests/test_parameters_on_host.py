@@ -239,3 +239,35 @@ def test_a_model_loads_rows(body, form):
         assert_close([*got, own_value], [*want, value], 1e-5)
         assert kinds(got[0]) == [DEVICE, HOST]
         assert kinds(got[1]) == kinds(tx.init(params))
+
+
+@pytest.mark.parametrize("where", ["device", "host"])
+def test_beside_activations_in_host_memory(where):
+    """A policy of ``jax.checkpoint`` sends activations there; they stay there, and the rows of parameters stream."""
+    names = {"names_which_can_be_saved": [], "names_which_can_be_offloaded": ["inside"]}
+    policy = jax.checkpoint_policies.save_and_offload_only_these_names(
+        **names, offload_src="device", offload_dst="pinned_host"
+    )
+
+    def layer(x: Any, w: Any) -> Any:
+        return x + jnp.tanh(jax.ad_checkpoint.checkpoint_name(jnp.sin(x @ w), "inside"))
+
+    sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    rng = np.random.default_rng(0)
+    params = jax.device_put(
+        {"layers": jnp.float32(rng.normal(size=(4, 128, 128)) / 16), "head": jnp.float32(rng.normal(size=(128, 8)))},
+        sharding,
+    )
+    x = jax.device_put(jnp.float32(rng.normal(size=(8, 128))), sharding)
+    tx, loss = jo.offload(ADAMW), functools.partial(loss_of, jax.checkpoint(layer, policy=policy))
+    want, got = (params, ADAMW.init(params)), (jo.to_host(params) if where == "host" else params, tx.init(params))
+    plain_step = jax.jit(trained(ADAMW, functools.partial(loss_of, jax.checkpoint(layer)), "update"))
+    step = jo.jit(trained(tx, loss, "update_params"), donate_argnums=(0, 1))
+    lowered = step.lower(*got, x).as_text()
+    assert "8x128xf32> {mhlo" in lowered or lowered.count("annotate_device_placement") > 4
+    for _ in range(2):
+        *want, value = plain_step(*want, x)
+        *got, own_value = step(*got, x)
+        assert_close([*got, own_value], [*want, value], 1e-5)
+    table = jo.placement(step, *got, x)
+    assert not table.stays and all("in the scan that makes" in leaf.streams for leaf in table.leaves)

@@ -119,7 +119,7 @@ class Hoist:
         if not moves:
             return None, why
         plan = InScan(scan, tuple(moves), tuple(y for y in scan.ys if y in kept), False, frozenset(moved))
-        again = self._reread(makers, {*plan.in_place, *plan.hosts})
+        again = self._reread({*plan.in_place, *plan.hosts})
         return dataclasses.replace(plan, reread=again), why
 
     def ahead(self) -> tuple[InScan | None, list[str]]:
@@ -170,16 +170,16 @@ class Hoist:
 
     def streaming(self) -> InScan | None:
         """Plan to load the leaves on the host that the scan reads by rows, where no update moves into it."""
-        eqns = self.program.eqns[: self.at]
-        copies = {v: (k, load_of(eqn)) for k, eqn in enumerate(eqns) if is_store(eqn) for v in variables(eqn.invars)}
-        again = self._reread(made_by(eqns) | copies, set())
+        again = self._reread(set())
         kept = tuple(y for y in self.scan.ys if not isinstance(y, DropVar))
         return InScan(self.scan, (), kept, True, frozenset(), reread=again) if again else None
 
-    def _reread(self, makers: Makers, moving: Set[Var]) -> dict[int, Planned]:
+    def _reread(self, moving: Set[Var]) -> dict[int, Planned]:
         """Map the number of one of the scan's ``xs`` to how its rows are made of rows of leaves that move in the scan:
-        of operands that it overwrites, and of leaves on the host."""
-        found, scan = dict[int, Planned](), self.scan
+        of operands that it overwrites, and of leaves on the host. What the step has stored there is loaded again."""
+        found, scan, eqns = dict[int, Planned](), self.scan, self.program.eqns[: self.at]
+        copies = {v: (k, load_of(eqn)) for k, eqn in enumerate(eqns) if is_store(eqn) for v in variables(eqn.invars)}
+        makers = made_by(eqns) | copies
         for k, x in enumerate(scan.xs):
             if isinstance(x, Literal) or is_host_aval(x.aval):
                 continue
@@ -190,7 +190,8 @@ class Hoist:
             s = slice_of(taken, [x], self.program.debug_info, self.program.shards)
             leads = [v for v in s.inputs if v in moving or is_host_aval(v.aval)]
             large = any(v in moving or nbytes(v.aval) >= scan.length * LEAST_ROW for v in leads)
-            if not large or not all(map(needed.get, leads)) or not s.core.loads.issuperset(s.loads):
+            few = sum(nbytes(v.aval) for v in s.loads) <= 2 * nbytes(x.aval)
+            if not large or not few or not all(map(needed.get, leads)) or not s.core.loads.issuperset(s.loads):
                 continue
             rows = needed[leads[0]]
             if rows is None or any(self._is_divided(v, needed[v]) for v in s.loads):

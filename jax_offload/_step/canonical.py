@@ -287,8 +287,11 @@ def _moved_as_a_whole(program: Program, at: int) -> Program:
     scan = scan_of(program.eqns[at])
     assert scan is not None
     loaded = _loaded(program.eqns[:at])
-    of_leaves = [k for k, x in enumerate(scan.xs) if isinstance(x, Var) and (is_host_aval(x.aval) or x in loaded)]
-    if not of_leaves and not any(is_host_aval(y.aval) for y in scan.ys):
+    leaves = loaded | {v for v in program.inputs if is_host_aval(v.aval)}
+    of_leaves = [k for k, x in enumerate(scan.xs) if x in leaves]
+    # a policy of jax.checkpoint sends activations to host memory, where another scan reads them
+    activations = {v for eqn in program.eqns[at + 1 :] if eqn.primitive.name == "scan" for v in variables(eqn.invars)}
+    if not of_leaves and not any(is_host_aval(y.aval) and y not in activations for y in scan.ys):
         return program
     body, m = flat(scan.body, opens=lambda _: True), len(scan.init)
     rows = body.inputs[len(body.inputs) - len(scan.xs) :]
@@ -313,9 +316,13 @@ def _moved_as_a_whole(program: Program, at: int) -> Program:
         if isinstance(v, Var) and (v in row_of or v in cheap):
             eqns, _ = needed_for(new.eqns, [v], through=lambda eqn: cheap.issuperset(eqn.outvars))
             again[j] = slice_of(eqns, [v], body.debug_info, {})
+        elif scan.ys[j] in activations or isinstance(v, Literal):
+            made.append(v)
         else:
-            made.append(stores.get(v, v) if isinstance(v, Var) else v)
-    if any(is_host_aval(v.aval) for v in made) or not (on_device or again or stores):
+            made.append(stores.get(v, v))
+            if is_host_aval(made[-1].aval):
+                return program
+    if not (on_device or again or stores):
         return program
     results = [*outputs[:m], *made]
     eqns, _ = needed_for(new.eqns, variables(results), kept=lambda eqn: bool(eqn.effects))

@@ -101,7 +101,7 @@ def _decided(found: Inlined, apart: bool = False) -> Parts:
             stay_behind[at].append(how)
             summing.append(at)
     streaming = {at: Hoist(step.program, at, step.next_of).streaming() for at in scans if at not in plans}
-    reread = {at: plan.loads_again for at, plan in streaming.items() if plan is not None}
+    reread = {at: plan.loads_again for at, plan in {**plans, **streaming}.items() if plan is not None}
     for at in scans:
         if at not in plans and id(step.program.eqns[at]) not in moved:
             read = {v for plan in [*plans.values(), *filter(None, streaming.values())] for v in plan.hosts}
