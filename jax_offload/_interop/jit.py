@@ -35,6 +35,9 @@ def jit(fun: Callable[..., Any] | None = None, **options: Any) -> Any:
     gradient exists, while the state of its neighbors moves; the stacked gradients then never exist. Between unrolled
     layers, each update runs where its gradient appears. Loops that take layers by number, layers that the step stacks,
     gradients summed in a ``jax.new_ref`` and a whole step inside a ``shard_map`` count as well (docs/what_hides.md).
+    Parameters of stacked layers may live in host memory too, ``jax_offload.to_host(params)``: the scans load each row
+    while its neighbor computes, and new rows go back there.
+
     The numbers equal the plain step's. An update that needs all gradients first, such as clipping by their norm,
     runs after the backward pass; ``jax_offload.pipelined`` hides that one. ``jax_offload.placement(step, *args)`` says
     where each leaf is updated, and why.
