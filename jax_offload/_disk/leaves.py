@@ -100,12 +100,12 @@ def stored_in(entries: Iterable[Entry]) -> dict[str, Stored]:
 
 def entries_of(leaf: Place) -> list[Entry]:
     """Make the entries of a leaf for new files: one for each range of each box."""
-    shards = shards_of(leaf.on_its_way, leaf.shape)[0]
+    shards = shards_of(leaf.sharding, leaf.shape)[0]
     size = leaf.shape[0] // shards
     step = max(1, leaf.rows // shards if leaf.rows else size)
     found = list[Entry]()
     for begin in range(0, size, step):
-        for (first, _), *rest in boxes_of(leaf.on_its_way, leaf.shape):
+        for (first, _), *rest in boxes_of(leaf.sharding, leaf.shape):
             shape = (min(step, size - begin), *shape_of(tuple(rest)))
             at = (first + begin, *(start for start, _ in rest))
             found.append(Entry(leaf.name, shape, leaf.dtype.name, at, leaf.shape, size))
