@@ -249,8 +249,9 @@ def unpacked(
             shape, dtype = tuple(row["shape"]), np.dtype(row["dtype"])
             if "key" not in row:
                 checked(path, like, jax.ShapeDtypeStruct(shape, dtype))
-            boxes = {f"{name}.{k}": tuple(map(tuple, box)) for k, box in enumerate(row.get("parts", ()))}
-            boxes = boxes or {name: box_of_shape(shape)}  # what this process had, or the whole
+            boxes = {name: box_of_shape(shape)}
+            if "parts" in row:  # of this process
+                boxes = {f"{name}.{k}": tuple(map(tuple, box)) for k, box in enumerate(row["parts"])}
             arrays = {box: np.frombuffer(beside[k].tobytes(), dtype).reshape(shape_of(box)) for k, box in boxes.items()}
             x = placed(path, [*arrays.items()], shape, place)
             x = checked(path, like, jax.random.wrap_key_data(jnp.asarray(x), impl=row["key"])) if "key" in row else x
