@@ -91,7 +91,7 @@ def _refusing(name: str) -> Callable[..., Any]:
 
 
 class _Typed:
-    """What tells the type of a leaf on disk."""
+    """The attributes that tell the type of a leaf on disk."""
 
     __slots__ = ("place",)
     place: Place

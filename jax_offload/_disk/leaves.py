@@ -68,7 +68,7 @@ class Stored:
 
     @property
     def ends(self) -> Ends:
-        """Where the ranges end, in rows of each device's part."""
+        """The rows of each device's part at which the ranges end."""
         return tuple(sorted({(box[0][1] - 1) % self.rows + 1 for box in self.boxes}))
 
     def shape_of(self, rows: Range | None) -> tuple[int, ...]:
