@@ -43,7 +43,7 @@ class Row:
       name: the name by which ``plan[name]`` finds it.
       code: the line to write.
       parameters: bytes of the parameters.
-      gradients: bytes of all gradients; in a compiled row, bytes of those alive at its peak.
+      gradients: bytes of all gradients; 0 in a compiled row, where ``activations`` has them.
       state: bytes of the optimizer state that stays on the device.
       window: bytes of the state on the device at a time while it streams; ``None`` for a state on disk, as only the
         compiler knows what the program of a group takes.
@@ -54,7 +54,8 @@ class Row:
       stored: bytes to the host in one step.
       on_cores: bytes of the state that the host's cores update, for one device.
       waits: whether the update waits for a number made of all gradients, such as their norm.
-      activations: bytes of activations, by the formula or as given; in a compiled row, the remainder of the peak.
+      activations: bytes of activations, by the formula or as given; in a compiled row, the remainder of the peak, with
+        the gradients that are alive then.
       same_numbers: whether the step computes the same numbers as the given optimizer.
       compiled: the chip for which the row was compiled; empty if it was not.
       link: seconds that the transfers take alone.

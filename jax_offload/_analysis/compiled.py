@@ -18,7 +18,6 @@ import optax
 from jax.sharding import SingleDeviceSharding
 from jax.tree_util import tree_flatten_with_path
 
-from jax_offload._analysis.buffers import GRADIENTS, PARAMETERS, STATE
 from jax_offload._analysis.chips import Chip, chip, known_as
 from jax_offload._analysis.hlo import Module
 from jax_offload._analysis.targets import Target, check_installed, compile_for, target_of
@@ -93,20 +92,24 @@ class Compiled:
     host_elsewhere: bool = False
 
     @property
-    def roles(self) -> dict[int, str]:
-        """The kinds of arguments by number: a parameter belongs to no state and has the type of a result."""
-        results = {(array.dtype, array.shape) for array in self.module.entry.root.leaves.values()}
-        roles: dict[int, str] = {}
-        for number, op in self.module.arguments.items():
-            given, array = self.given.get(number), op.array
-            floating = array is not None and re.match(r"bf|f\d", array.dtype)
-            if given is not None and given.state:
-                roles[number] = STATE
-            elif given is not None and given.gradient and floating:
-                roles[number] = GRADIENTS
-            elif floating and array is not None and array.shape and (array.dtype, array.shape) in results:
-                roles[number] = PARAMETERS
-        return roles
+    def parts(self) -> dict[str, int]:
+        """The peak of device memory by kind, in bytes; XLA's analysis counts all memory of a CPU as device memory."""
+        m, parts = self.memory, dict.fromkeys(("parameters", "state on the device", "gradients", "other arguments"), 0)
+        results = {(x.dtype, x.shape) for x in self.module.given_back.values()}
+        for number, array in self.module.taken.items():
+            given, floating = self.given.get(number), re.match(r"bf|f\d", array.dtype)
+            if not array.host or self.target == "cpu":
+                kind = "other arguments"
+                if given is not None and given.state:
+                    kind = "state on the device"
+                elif given is not None and given.gradient and floating:
+                    kind = "gradients"
+                elif floating and array.shape and (array.dtype, array.shape) in results:
+                    kind = "parameters"  # what belongs to no state and has the type of a result
+                parts[kind] += array.nbytes
+        parts["other arguments"] += m.argument_size_in_bytes - sum(parts.values())  # a TPU pads them
+        parts["new results"] = m.output_size_in_bytes - m.alias_size_in_bytes
+        return {kind: nbytes for kind, nbytes in (parts | {"temporaries": m.temp_size_in_bytes}).items() if nbytes}
 
 
 def compiled(step: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], target: str | None) -> Compiled:

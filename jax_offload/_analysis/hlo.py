@@ -12,6 +12,8 @@ from functools import cached_property
 
 Place = tuple[int, ...]  # of an array in the tuples of a type
 
+SCOPE = re.compile(r"jax_offload/(prefetch|update|write-back)/")  # in the names of what an offload's update makes
+
 _HOST = "S(5)"  # XLA's number for the host's memory space
 _HEADER = re.compile(r"(ENTRY )?%([\w.\-]+) \(")
 _OP = re.compile(r"\s+(ROOT )?%([\w.\-]+) = (\(?.*?) ([\w\-]+)\((.*)")

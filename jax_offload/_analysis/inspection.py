@@ -9,11 +9,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from jax_offload._analysis.buffers import SCOPE
 from jax_offload._analysis.chips import Chip
 from jax_offload._analysis.chips import chip as chip_of
 from jax_offload._analysis.compiled import SAYS, Compiled, compiled
-from jax_offload._analysis.hlo import Module
+from jax_offload._analysis.hlo import SCOPE, Module
 from jax_offload._analysis.timeline import (
     COMPUTE,
     LOAD,
@@ -230,8 +229,9 @@ class Inspection:
     Attributes:
       target: the chip for which the step was compiled, or the platform.
       peak: the peak of device memory in the step, from XLA's compiler.
-      parts: the peak by kind: parameters, gradients, activations, window and others. They are worked out from the
-        lifetimes in the schedule; ``rest`` is the difference to XLA's peak and may be negative.
+      parts: the peak by kind, from XLA's compiler: parameters, state on the device, gradients that wait for their
+        update, other arguments, new results (those that take no donated buffer), and temporaries (activations,
+        gradients, the window).
       host: pinned host memory of the step's arguments, results and temporaries.
       host_temp: the temporaries among them. A program that streams in place has none.
       transfers: one for each leaf and direction between host and device.
@@ -295,11 +295,7 @@ class Inspection:
     def __str__(self) -> str:
         how = "compiled, not run" if self.compiled_for else "compiled"
         parts = [(f"peak of device memory ({how})", _mib(self.peak))]
-        parts += [
-            (f"  {name}" if nbytes > 0 else "  less what XLA packs closer", _mib(nbytes))
-            for name, nbytes in self.parts.items()
-            if abs(nbytes) >= 0.005 * _MIB
-        ]
+        parts += [(f"  {name}", _mib(nbytes)) for name, nbytes in self.parts.items() if nbytes >= 0.005 * _MIB]
         # XLA's analysis counts all memory of a CPU as device memory.
         host = ("pinned host memory: a CPU counts it above", "") if self.target == "cpu" else None
         parts += [host or ("pinned host memory", _mib(self.host))]
@@ -383,15 +379,12 @@ def inspected(program: Compiled, chip: str | Path | Chip | None) -> Inspection:
     own = program.chip and (program.chip.beside_others if program.module.devices > 1 else program.chip)
     speeds = own if chip is None else chip
     # Without the chip's figures the schedule still tells what lives when; its times are then discarded.
-    schedule = Program(program.module, chip_of("h200" if speeds is None else speeds), program.roles)
-    run, m = schedule.timeline(), program.memory
-    peak = m.argument_size_in_bytes + m.output_size_in_bytes - m.alias_size_in_bytes + m.temp_size_in_bytes
+    schedule = Program(program.module, chip_of("h200" if speeds is None else speeds))
+    run, m, parts = schedule.timeline(), program.memory, program.parts
     host = m.host_argument_size_in_bytes + m.host_output_size_in_bytes - m.host_alias_size_in_bytes
-    parts = {kind: nbytes for kind, nbytes in run.peak.items() if nbytes}
-    parts["rest"] = peak - sum(parts.values())
     return Inspection(
         target=program.target,
-        peak=peak,
+        peak=sum(parts.values()),
         parts=parts,
         host=host + m.host_temp_size_in_bytes,
         host_temp=m.host_temp_size_in_bytes,

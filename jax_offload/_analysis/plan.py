@@ -339,8 +339,7 @@ class Steps:
             return dataclasses.replace(row, compiled=self.target, fits=False, why="more than the compiler can place")
         left = found.peak - row.parameters - row.state
         window = min(row.window or 0, left)
-        gradients = min(found.parts.get("gradients", 0), left - window)
-        figures: dict[str, Any] = {"window": window, "gradients": gradients, "activations": left - window - gradients}
+        figures: dict[str, Any] = {"window": window, "gradients": 0, "activations": left - window}
         figures |= {"compiled": self.target, "host": max(row.host, found.host)}
         if (time := found.timeline) is not None and not found.program:  # of several programs this is only the first
             figures |= {"loaded": found.loaded, "stored": found.stored, "link": time.link, "added": time.exposed}

@@ -60,6 +60,8 @@ def test_a_good_step_on_a_cpu():
     assert report.problems == () and report.target == "cpu" and report.timeline is None
     assert set(report.parts) >= {"parameters", "state on the device", "other arguments"}
     assert report.parts["parameters"] == 64 * 64 * 4 and sum(report.parts.values()) == report.peak
+    assert report.parts["state on the device"] == 2 * 64 * 64 * 4 + 4  # a CPU counts what is pinned
+    assert report.parts["other arguments"] == 8 * 64 * 4
 
 
 def test_a_cpu_s_table_does_not_say_that_nothing_is_in_host_memory():
@@ -67,16 +69,6 @@ def test_a_cpu_s_table_does_not_say_that_nothing_is_in_host_memory():
     printed = str(jo.inspect(step(OURS), *arguments(OURS)))
     assert "pinned host memory: a CPU counts it above" in printed
     assert "0.00" not in printed.split("pinned host memory")[1]
-
-
-@pytest.mark.parametrize("stacked", [False, True])
-@pytest.mark.parametrize("jit", [jax.jit, jo.jit])
-def test_the_parts_of_the_peak_on_a_cpu(jit, stacked):
-    """What a loop carries is there once, also where XLA copies it; the rest was -30 % of the peak."""
-    fun = jit(step_of(OURS, loss, update_params=True), donate_argnums=(0, 1))
-    report = jo.inspect(fun, *arguments(OURS, n=6, stacked=stacked))
-    assert abs(report.parts["rest"]) <= 0.12 * report.peak  # 0.05; jax 0.10 packs its windows closer
-    assert report.parts["state on the device"] <= 24 * MIB + 8  # 12; jax 0.10 copies each of its two leaves in the loop
 
 
 @pytest.mark.filterwarnings("ignore:offload\\(\\)")  # of the state that has been moved
@@ -135,7 +127,7 @@ def test_a_good_step(target, stacked):
     assert (report.loaded, report.stored) == (report.timeline.loaded, report.timeline.stored)
     hidden = sum(t.hidden * t.nbytes for t in report.transfers) / (report.loaded + report.stored)
     assert hidden < 0.5 and all(0 <= t.hidden <= 1 for t in report.transfers)  # so few tokens hide next to nothing
-    assert target == V5E or abs(report.parts["rest"]) <= 0.15 * report.peak
+    assert sum(report.parts.values()) == report.peak and report.parts["temporaries"] >= 512**2 * 4
 
 
 @pytest.mark.parametrize(("window", "chunks"), [(8 * MIB, 4), (4 * MIB, 8)])
@@ -144,7 +136,7 @@ def test_the_parts_of_a_window(window, chunks):
     require(H200)
     tx = jo.offload(ADAMW, min_bytes=0, window=window)
     report = jo.inspect(step(tx), *arguments(tx, n=8, stacked=True), target=H200)
-    assert report.parts["parameters"] == 8 * MIB and report.parts["gradients"] >= 8 * MIB
+    assert report.parts["parameters"] == 8 * MIB and report.parts["temporaries"] >= 8 * MIB
     assert report.parts["other arguments"] == MIB / 2
     assert {(t.nbytes, t.pieces) for t in report.transfers} == {(8 * MIB, chunks)}
     assert report.timeline.window == window
@@ -312,7 +304,7 @@ def test_a_pipelined_step(target):
     tx = jo.offload(CLIPPED, min_bytes=0)
     train = jo.pipelined(step_of(tx, loss, update_params=True), donate_argnames=("params", "state"))
     report = jo.verify(train, *arguments(tx, stacked=True), target=target)
-    assert report.problems == () and abs(report.parts["rest"]) <= 0.06 * report.peak  # 0.03; jax 0.10 on a CPU: 0.051
+    assert report.problems == () and report.parts["gradients"] == 4 * MIB  # they wait for their update
     if target:
         assert (report.parts["parameters"], report.host, report.host_temp) == (4 * MIB, 8 * MIB, 0)
         assert {t.leaf for t in report.transfers} == {f"own['state/1/0/{m}/w']" for m in ("mu", "nu")}
