@@ -28,6 +28,11 @@ class Profile(Timeline):
     divided by the number of steps. A picture or a trace shows all measured steps.
 
     Attributes:
+      segments: all that ran, each with ``lane``, ``begin``, ``end``, ``name`` and ``nbytes``.
+      chip: empty, as nothing is simulated.
+      link: seconds in which the busier way of the link is in use.
+      window: 0, as a profile does not show it.
+      steps: the number of measured steps.
       simulated: the simulated timeline; ``None`` if the chip's figures are unknown or the step is several programs.
 
     Example:

@@ -14,6 +14,7 @@ from tests.aot.test_timeline import CHIP, DOT, K_DONE, L_DONE, MATRIX, ON_HOST, 
 
 DOCS = Path(__file__).parents[2] / "docs"
 
+
 def window(*lines, before=""):
     """The most matrices from the host that are on the device at a time."""
     text = f"HloModule m, is_scheduled=true\n\n{before}{computation('ENTRY %main', *lines)}"
