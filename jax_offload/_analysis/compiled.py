@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence, Set
 from typing import Any
 
@@ -95,43 +96,35 @@ class Compiled:
     def parts(self) -> dict[str, int]:
         """The peak of device memory by kind, in bytes; XLA's analysis counts all memory of a CPU as device memory."""
         m, parts = self.memory, dict.fromkeys(("parameters", "state on the device", "gradients", "other arguments"), 0)
-        results = {(x.dtype, x.shape) for x in self.module.given_back.values()}
-        for number, array in self.module.taken.items():
+        results = Counter((x.dtype, x.shape) for x in self.module.given_back.values())
+        for number, array in sorted(self.module.taken.items()):
             given, floating = self.given.get(number), re.match(r"bf|f\d", array.dtype)
-            if not array.host or self.target == "cpu":
-                kind = "other arguments"
-                if given is not None and given.state:
-                    kind = "state on the device"
-                elif given is not None and given.gradient and floating:
-                    kind = "gradients"
-                elif floating and array.shape and (array.dtype, array.shape) in results:
-                    kind = "parameters"  # what belongs to no state and has the type of a result
-                parts[kind] += array.nbytes
+            kind, returned = "other arguments", results[array.dtype, array.shape] > 0
+            results[array.dtype, array.shape] -= 1
+            if given is not None and given.state:
+                kind = "state on the device"
+            elif given is not None and given.gradient and floating:
+                kind = "gradients"
+            elif floating and array.shape and returned:
+                kind = "parameters"  # what belongs to no state and comes back
+            parts[kind] += 0 if array.host and self.target != "cpu" else array.nbytes
         parts["other arguments"] += m.argument_size_in_bytes - sum(parts.values())  # a TPU pads them
         parts["new results"] = m.output_size_in_bytes - m.alias_size_in_bytes
         return {kind: nbytes for kind, nbytes in (parts | {"temporaries": m.temp_size_in_bytes}).items() if nbytes}
 
 
 def compiled(step: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], target: str | None) -> Compiled:
-    """Compile a step, jitted or not, lowered or compiled already, for its own devices or for ``target``."""
+    """Compile a step, jitted or not, for its own devices or for ``target``."""
     to = None if target is None else target_of(target)  # before a trace starts jax: its plugins read the environment
-    if isinstance(step, jax.stages.Compiled | jax.stages.Lowered):
-        if args or kwargs or (target and isinstance(step, jax.stages.Compiled)):
-            raise ValueError(
-                "inspect(): a step that is lowered or compiled already takes no arguments and no target; got "
-                f"{len(args) + len(kwargs)} arguments and target={target!r}. Give the step itself."
-            )
-        if target:
-            raise ValueError(f"inspect(): a lowered step has its platform; target={target!r} needs the step itself.")
-        executable = step.compile() if isinstance(step, jax.stages.Lowered) else step
-        return _of_jax(executable, _given(step))
     if len(args) == 1 and isinstance(args[0], optax.GradientTransformation | optax.MultiSteps):
         raise TypeError(
             "step: expected a training step and its arguments; got a function and an optimizer, the (make, tx) of "
             "plan. Give what make(tx) returns: inspect(*make(tx))."
         )
-    if not callable(step):
-        raise TypeError(f"step: expected a training step, jitted, lowered or compiled; got a {type(step).__name__}.")
+    if not callable(step) or isinstance(step, jax.stages.Compiled):
+        raise TypeError(
+            f"step: expected a training step, jitted or not, and its arguments; got a {type(step).__name__}."
+        )
     if isinstance(step, Pipelined):
         step, args, carried = step.turned(*args, **kwargs)
         whole = step.trace(*args)
@@ -215,7 +208,7 @@ def _of_jax(executable: Any, arguments: Sequence[Argument]) -> Compiled:
 
 
 def _given(step: Any, kept: Sequence[bool] | None = None, carried: Mapping[str, Any] | None = None) -> list[Argument]:
-    """Describe the arguments of a traced, lowered or compiled step in jax's order.
+    """Describe the arguments of a traced step in jax's order.
 
     Args:
       step: the step.
@@ -223,10 +216,7 @@ def _given(step: Any, kept: Sequence[bool] | None = None, carried: Mapping[str, 
       carried: what a pipelined step carries, which it has in dicts, by names.
     """
     paths = [path for path, _ in tree_flatten_with_path(step.args_info)[0]]
-    if isinstance(step, jax.stages.Traced):
-        avals, names = step.jaxpr.in_avals, step.jaxpr.jaxpr.debug_info.arg_names or [""] * len(paths)
-    else:  # a lowered step does not name the arguments
-        avals, names = jax.tree.leaves(step.in_avals), [jax.tree_util.keystr(path[2:]) for path in paths]
+    avals, names = step.jaxpr.in_avals, step.jaxpr.jaxpr.debug_info.arg_names or [""] * len(paths)
     states, by_name, found = _states(step.args_info), _states_by_name(carried or {}), list[Argument]()
     for k, (path, aval, name) in enumerate(zip(paths, avals, names, strict=True)):
         host = is_host_aval(aval)

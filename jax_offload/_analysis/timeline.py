@@ -347,8 +347,8 @@ class Timeline:
     def save(self, path: str | Path) -> None:
         """Write a picture, ``.png`` or ``.svg``, or with ``.json`` a trace that https://ui.perfetto.dev opens.
 
-        The picture has a lane for compute and one for each direction of the link, with waits in red. It needs matplotlib
-        (the extra ``plot``).
+        The picture has a lane for compute and one for each direction of the link, with waits in red. It needs
+        matplotlib (the extra ``plot``).
 
         Args:
           path: the path of the file, which ends with ``.png``, ``.svg`` or ``.json``.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 import re
 import textwrap
@@ -110,10 +109,6 @@ class Placement:
                 for leaf in self.leaves
             ],
         }
-
-    def to_json(self) -> str:
-        """Return ``to_dict()`` as a line of JSON."""
-        return json.dumps(self.to_dict())
 
     def __repr__(self) -> str:
         return (

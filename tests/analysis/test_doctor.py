@@ -129,11 +129,11 @@ def test_the_doctor_goes_no_further_where_nothing_can_work(monkeypatch):
 def test_the_doctor_tells_what_does_not_work(monkeypatch):
     """A state that stays on the device; numbers that differ; an error."""
     monkeypatch.setattr(doctor, "offload", lambda inner: inner)
-    assert "the state ended in" in doctor.examine().checks[-1].says
+    assert "the state ended in" in doctor.examine()[-1].says
     monkeypatch.setattr(doctor, "offload", lambda inner: jo.offload(optax.adamw(2e-3)))
-    assert "differ from the resident ones" in doctor.examine().checks[-1].says
+    assert "differ from the resident ones" in doctor.examine()[-1].says
     monkeypatch.setattr(doctor, "offload", lambda inner: 1 / 0)
-    assert "ZeroDivisionError" in doctor.examine().checks[-1].says
+    assert "ZeroDivisionError" in doctor.examine()[-1].says
     assert run("doctor").exit_code == 7
 
 

@@ -139,7 +139,7 @@ def test_the_parts_of_a_window(window, chunks):
     assert report.parts["parameters"] == 8 * MIB and report.parts["temporaries"] >= 8 * MIB
     assert report.parts["other arguments"] == MIB / 2
     assert {(t.nbytes, t.pieces) for t in report.transfers} == {(8 * MIB, chunks)}
-    assert report.timeline.window == window
+    assert report.timeline.window == window / 2  # what comes; what goes takes its buffers
 
 
 @pytest.mark.long("compiles more of the same for a chip")
@@ -253,24 +253,11 @@ def test_how_it_prints():
     assert len(as_dict["transfers"]) == 120 and as_dict["peak"] == report.peak and as_dict["timeline"]["chip"] == "h200"
 
 
-def test_what_is_lowered_or_compiled_already():
-    params = {"w": jax.device_put(jnp.ones((64, 64)), sharding())}
-    fun = jax.jit(lambda p, s: jo.update_params(OURS, p, s, p), donate_argnums=(0, 1))
-    lowered = fun.lower(params, OURS.init(params))
-    assert (
-        jo.inspect(lowered).peak
-        == jo.inspect(lowered.compile()).peak
-        == jo.inspect(fun, params, OURS.init(params)).peak
-    )
-    with pytest.raises(ValueError, match="takes no arguments and no target"):
-        jo.inspect(lowered, params)
-    with pytest.raises(ValueError, match="a lowered step has its platform"):
-        jo.inspect(lowered, target="h200")
-
-
 def test_bad_input():
-    with pytest.raises(TypeError, match="step: expected a training step, jitted, lowered or compiled; got a dict"):
-        jo.inspect({})
+    lowered = jax.jit(jnp.sin).lower(1.0)
+    for given, name in ({}, "dict"), (lowered, "Lowered"), (lowered.compile(), "Compiled"):
+        with pytest.raises(TypeError, match=f"step: expected a training step, jitted or not.*; got a {name}"):
+            jo.inspect(given)
     with pytest.raises(ValueError, match=r"cannot compile for 'h300'. Known: a100, h100, h200, v5e:2x2"):
         jo.inspect(jnp.sin, jnp.ones(3), target="h300")
     with pytest.raises(TypeError, match=r'target: expected .* "v5e:2x2"; got 5'):
