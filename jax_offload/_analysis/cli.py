@@ -22,9 +22,9 @@ import optax
 
 import jax_offload
 from jax_offload._analysis.chips import chip, host_memory
+from jax_offload._analysis.compiled import prepare
 from jax_offload._analysis.inspection import inspect
 from jax_offload._analysis.plan import plan
-from jax_offload._analysis.targets import prepare
 from jax_offload._base.memory import HOST_KIND, POOL_VARIABLE, pool_limit
 from jax_offload._base.text import aligned, in_bytes
 from jax_offload._interop.jit import jit

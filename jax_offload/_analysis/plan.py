@@ -19,8 +19,8 @@ from jax.tree_util import tree_map_with_path
 from jax_offload._analysis.answer import ON_A_HOST, OPERATIONS, Plan, Row
 from jax_offload._analysis.chips import Chip
 from jax_offload._analysis.chips import chip as chip_of
+from jax_offload._analysis.compiled import target_of
 from jax_offload._analysis.inspection import inspect
-from jax_offload._analysis.targets import target_of
 from jax_offload._analysis.timeline import compute_time
 from jax_offload._base.around import shardings_of
 from jax_offload._base.arrays import Offloaded, nbytes

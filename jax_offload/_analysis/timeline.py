@@ -21,10 +21,9 @@ from typing import Any
 
 import jax
 
-from jax_offload._analysis.buffers import Buffers
 from jax_offload._analysis.chips import Chip
 from jax_offload._analysis.chips import chip as chip_of
-from jax_offload._analysis.hlo import RUNS, Computation, Module, Op
+from jax_offload._analysis.hlo import RUNS, Buffers, Computation, Module, Op
 from jax_offload._base.text import in_seconds
 
 Span = tuple[float, float]  # from when to when, in seconds
