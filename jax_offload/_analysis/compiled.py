@@ -99,10 +99,8 @@ class Compiled:
     @property
     def parts(self) -> dict[str, int]:
         """The peak of device memory by kind, in bytes; XLA's analysis counts all memory of a CPU as device memory."""
-        m, parts = (
-            self.memory,
-            dict[str, int].fromkeys(("parameters", "state on the device", "gradients", "other arguments"), 0),
-        )
+        m = self.memory
+        parts: dict[str, int] = {"parameters": 0, "state on the device": 0, "gradients": 0, "other arguments": 0}
         results = Counter((x.dtype, x.shape) for x in self.module.given_back.values())
         for number, array in sorted(self.module.taken.items()):
             given, floating = self.given.get(number), re.match(r"bf|f\d", array.dtype)
