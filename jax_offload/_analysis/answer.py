@@ -362,11 +362,10 @@ class Plan:
             return said
         if not self.compute:
             return f"{said}; without tokens nothing is hidden"
+        hides = "backward pass (2/3) hides copies"
         if any(row.waits for row in self.options):
-            return (
-                f"{said}; the forward pass (1/3) hides jo.pipelined's copies; nothing hides jo.jit's, one way in turn"
-            )
-        return f"{said}; the backward pass (2/3) hides copies"
+            hides = "forward pass (1/3) hides jo.pipelined's copies; nothing hides jo.jit's, one way after the other"
+        return f"{said}; the {hides}"
 
 
 def _condition(row: Row, room: int) -> str:

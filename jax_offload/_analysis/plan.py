@@ -150,7 +150,7 @@ def plan(
         activations = _activations(leaves, dtype, count, layers, width, tokens, said)
     multiplied = sum(math.prod(np.shape(x)) for x in leaves if np.ndim(x) >= 2)
     compute = known and tokens and compute_time(known, OPERATIONS * multiplied * tokens / count, dtype)
-    if known and tokens and compute:
+    if known and compute and (made is None or made.target is None):
         speed = f"{1e-12 / compute_time(known, 1.0, dtype):.4g} TFLOP/s"
         said.append(
             f"arithmetic: {tokens:,} tokens × {OPERATIONS} operations for each matrix parameter, at {speed}, take "
