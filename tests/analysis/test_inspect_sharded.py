@@ -38,8 +38,8 @@ def test_per_device(name):
     again = 2 * MIB if stacked else 0  # a row of each moment moves twice
     assert report.loaded == report.stored == 12 * MIB + again
     assert report.timeline.collectives > 0
-    if not stacked:  # updated between the passes, a layer's moments at a time
-        assert 0 < report.timeline.window <= 2 * MIB
+    if not stacked:  # updated between the passes, a layer's moments while the next one's come
+        assert 0 < report.timeline.window <= 4 * MIB
 
 
 def test_a_pipelined_step():
