@@ -333,7 +333,7 @@ class Plan:
             )
         found += filter(None, [self._preallocated()])
         if any(row.activations is None for row in self.options):
-            found.append("activations: not known, and in no sum")
+            found.append("activations: not known, in no sum")
         found.append(self._time(compiled))
         if best is not None and best.host:
             there = "not checked without a chip or host_memory"

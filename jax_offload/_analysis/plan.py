@@ -153,7 +153,7 @@ def plan(
     if known and compute and (made is None or made.target is None):
         speed = f"{1e-12 / compute_time(known, 1.0, dtype):.4g} TFLOP/s"
         said.append(
-            f"arithmetic: {tokens:,} tokens × {OPERATIONS} operations for each matrix parameter, at {speed}, take "
+            f"arithmetic: {tokens:,} tokens × {OPERATIONS} operations per matrix parameter, at {speed}, take "
             f"{in_seconds(compute)}"
         )
     limit = known.hbm_bytes if known and device_memory is None else device_memory
