@@ -22,7 +22,6 @@ from typing import Any
 import jax
 
 from jax_offload._analysis.chips import Chip
-from jax_offload._analysis.chips import chip as chip_of
 from jax_offload._analysis.hlo import RUNS, Buffers, Computation, Module, Op
 from jax_offload._base.text import in_seconds
 
@@ -366,11 +365,6 @@ class Timeline:
     def to_dict(self) -> dict[str, Any]:
         """Return the sums as JSON types, without segments."""
         return {name: getattr(self, name) for name in (*SECONDS, "link", "loaded", "stored", "window", "chip", "steps")}
-
-
-def timeline(text: str, chip: str | Path | Chip) -> Timeline:
-    """Play a module's text on a chip."""
-    return Program(Module(text), chip_of(chip)).timeline()
 
 
 _LANES = {

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from benchmarks import break_even
-from jax_offload._analysis.timeline import Segment, Timeline, timeline
-from tests.aot.test_timeline import CHIP, DOT, K_DONE, L_DONE, MATRIX, ON_HOST, K, L, M, computation
+from jax_offload._analysis.timeline import Segment, Timeline
+from tests.aot.test_timeline import DOT, K_DONE, L_DONE, MATRIX, ON_HOST, K, L, M, computation, played
 
 DOCS = Path(__file__).parents[2] / "docs"
 
@@ -18,7 +18,7 @@ DOCS = Path(__file__).parents[2] / "docs"
 def window(*lines, before=""):
     """The most matrices from the host that are on the device at a time."""
     text = f"HloModule m, is_scheduled=true\n\n{before}{computation('ENTRY %main', *lines)}"
-    return timeline(text, CHIP).window / MATRIX
+    return played(text).window / MATRIX
 
 
 def test_what_is_loaded_is_held_from_its_start_to_its_last_use():
