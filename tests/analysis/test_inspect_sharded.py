@@ -38,6 +38,7 @@ def test_per_device(name):
     again = 2 * MIB if stacked else 0  # a row of each moment moves twice
     assert report.loaded == report.stored == 12 * MIB + again
     assert report.timeline.collectives > 0
+    assert report.timeline.link == pytest.approx((report.loaded + report.stored) / 64e9)  # the host's memory, shared
     if not stacked:  # updated between the passes, a layer's moments while the next one's come
         assert 0 < report.timeline.window <= 4 * MIB
 
