@@ -25,7 +25,7 @@ from jax_offload._analysis.chips import chip, host_memory
 from jax_offload._analysis.compiled import prepare
 from jax_offload._analysis.inspection import inspect
 from jax_offload._analysis.plan import plan
-from jax_offload._base.memory import HOST_KIND, POOL_VARIABLE, pool_limit
+from jax_offload._base.memory import HOST_KIND, POOL_HEADROOM, POOL_VARIABLE, pool_limit
 from jax_offload._base.text import aligned, in_bytes
 from jax_offload._interop.jit import jit
 from jax_offload._offload import offload
@@ -282,7 +282,7 @@ def _pool(device: Any) -> Check:
         return Check("pinned pool", "ok", f"no limit of XLA's on this platform; on a GPU {pool}")
     usable = min((n for n in host_memory() if n is not None), default=0)
     if usable > 2 * limit:
-        fix = f"set {POOL_VARIABLE} to what the state needs and a third more, before jax starts"
+        fix = f"set {POOL_VARIABLE} to {POOL_HEADROOM:g} times what the state needs, before jax starts"
         return Check("pinned pool", "note", f"{pool}, of {in_bytes(usable)} that are there", fix)
     return Check("pinned pool", "ok", pool)
 

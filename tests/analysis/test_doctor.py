@@ -59,7 +59,7 @@ def kernel(root, available=None, limit=None, used=0, cache=0):
 
 
 POOL = "64.0 GiB in a process (XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB)"
-MORE = "set XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB to what the state needs and a third more, before jax starts"
+MORE = "set XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB to 1.4 times what the state needs, before jax starts"
 
 
 @pytest.mark.parametrize(
