@@ -271,3 +271,31 @@ def test_beside_activations_in_host_memory(where):
         assert_close([*got, own_value], [*want, value], 1e-5)
     table = jo.placement(step, *got, x)
     assert not table.stays and all("in the scan that makes" in leaf.streams for leaf in table.leaves)
+
+
+@pytest.mark.parametrize("gradients", ["device", "host"])
+@pytest.mark.parametrize("form", ["update", "update_params"])
+def test_clipped_and_pipelined(form, gradients):
+    """The forward scan updates the rows, and the backward scan loads the new ones from host memory."""
+    sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    rng = np.random.default_rng(0)
+    whole = {"layers": rng.normal(size=(4, 128, 128)) / 16, "head": rng.normal(size=(128, 8))}
+    params = jax.device_put(jax.tree.map(jnp.float32, whole), sharding)
+    x = jax.device_put(jnp.float32(rng.normal(size=(8, 128))), sharding)
+    inner = optax.chain(optax.clip_by_global_norm(0.01), ADAMW)
+    tx, loss = jo.offload(inner), functools.partial(loss_of, jax.checkpoint(plain))
+    plain_step = jax.jit(trained(inner, loss, "update"))
+    train = jo.pipelined(trained(tx, loss, form), donate_argnums=(0, 1), gradients=gradients)
+    want, carry = (params, inner.init(params)), (jo.to_host(params), tx.init(params))
+    table = jo.placement(train, *carry, x)
+    (row,) = (leaf for leaf in table.leaves if leaf.path == "[0]['layers']")
+    assert "4 rows, in the scan that reads the parameters" in row.streams, table
+    assert not any("whole" in how for how in table.elsewhere), table
+    for _ in range(3):
+        *want, value = plain_step(*want, x)
+        carry, aux = train(carry, x)
+        assert_close(aux.now, value, 1e-5)
+    got = train.finish(carry)
+    assert_close(got, want, 1e-5)
+    assert kinds(got[0]) == [DEVICE, HOST]
+    assert kinds(got[1]) == kinds(tx.init(params))
