@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import jax_offload as jo
@@ -250,7 +251,7 @@ def test_beside_activations_in_host_memory(where):
     )
 
     def layer(x: Any, w: Any) -> Any:
-        return x + jnp.tanh(jax.ad_checkpoint.checkpoint_name(jnp.sin(x @ w), "inside"))
+        return x + jnp.tanh(checkpoint_name(jnp.sin(x @ w), "inside"))
 
     sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     rng = np.random.default_rng(0)
