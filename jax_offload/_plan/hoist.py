@@ -179,7 +179,7 @@ class Hoist:
         of operands that it overwrites, and of leaves on the host. What the step has stored there is loaded again."""
         found, scan, eqns = dict[int, Planned](), self.scan, self.program.eqns[: self.at]
         copies = {v: (k, load_of(eqn)) for k, eqn in enumerate(eqns) if is_store(eqn) for v in variables(eqn.invars)}
-        makers = made_by(eqns) | copies
+        makers = {**made_by(eqns), **copies}
         for k, x in enumerate(scan.xs):
             if isinstance(x, Literal) or is_host_aval(x.aval):
                 continue

@@ -134,7 +134,7 @@ def to_host(tx: Any, state: Any = None, params: Any = None) -> Any:
       >>> state[0].mu["w"].sharding.memory_kind
       'pinned_host'
     """
-    if state is None and params is None and not isinstance(tx, optax.GradientTransformation | optax.MultiSteps):
+    if state is None and params is None and not issubclass(type(tx), (optax.GradientTransformation, optax.MultiSteps)):
         return guarded(jax.tree.map(_in_host_memory, tx), tx)
     params = params_like(tx, state) if params is None else params
     # Tracers do not tell shardings: under jit the next update divides the leaves.
