@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections import Counter, deque
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from concurrent.futures import Future
 from typing import Any, cast
 
@@ -198,7 +198,7 @@ class Moving:
       step: the stages of the step.
       tasks: the same stages as they run.
       values: the values of the step's variables, as far as they exist.
-      places: where each leaf goes in host memory, on its way to the device.
+      place: where a leaf goes in host memory, on its way to the device.
     """
 
     def __init__(
@@ -207,9 +207,9 @@ class Moving:
         step: Staged,
         tasks: Sequence[Task],
         values: dict[Var, Any],
-        places: Mapping[Var, Sharding],
+        place: Callable[[Var], Sharding],
     ) -> None:
-        self._what, self._values, self._places = what, values, places
+        self._what, self._values, self._place = what, values, place
         self._outputs = what.program.outputs[: what.n_others]
         self._reads = dict[Var, Part]()
         for v, (_, leaf) in what.reads.items():
@@ -253,7 +253,7 @@ class Moving:
         for v in itertools.chain(now, *ahead[: beside(map(_bytes_of, ahead))]):
             if v not in self._reading:
                 leaf, rows = self._reads[v]
-                self._reading[v] = leaf.home.fetch(leaf.name, self._places[v], rows)
+                self._reading[v] = leaf.home.fetch(leaf.name, self._place(v), rows)
         self._values |= {v: self._reading.pop(v).result() for v in self._read_of(task)}
 
     def _read_of(self, task: Task) -> list[Var]:

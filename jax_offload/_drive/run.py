@@ -80,15 +80,11 @@ class Driven:
         self._devices = {d for s in placed if s is not None for d in s.device_set} or {*ambient_sharding().device_set}
         if any(s.on_cores for s in found.stages):
             cores.cpu()  # an error now where there is none
-        own = found.arguments[: len(found.arguments) - len(self._files.reads)]
+        own = found.arguments[: len(placed)]
         self._everywhere = _everywhere(placed, self._devices)
         self._places: dict[Var, Sharding] = {v: s for v, s in zip(own, placed, strict=True) if s is not None}
-        self._reads = self._files.places(self._devices)
-        self._reads |= {w: s for v, s in self._reads.items() for w, _ in found.parts.get(v, ())}
-        self._places |= self._reads
-        self._places |= found.scattered
-        firsts = {v: _first(found.next_of, v) for v in found.next_of}
-        self._places |= {v: self._places[old] for v, old in firsts.items() if old in self._places}
+        self._places |= self._files.places(self._devices) | found.scattered
+        self._like = {w: v for v, parts in found.parts.items() for w, _ in parts} | found.next_of
         self._donated = {v for v, given in zip(own, donated, strict=True) if given}
         self._compiled, self._key_of = dict[Hashable, Jit](), numbered()
         self._step, tasks = self._scheduled(found, segments)
@@ -98,7 +94,7 @@ class Driven:
 
     def _scheduled(self, step: Staged, segments: bool) -> tuple[Staged, list[Task]]:
         """The step in the programs that overlap best, or, if the check finds a fault there, as first cut."""
-        free = self._donated | {*self._reads}
+        free = self._donated | {*self._files.reads} | {w for v in self._files.reads for w, _ in step.parts.get(v, ())}
         try:
             found = arranged(step, may_be_cut=segments and self._may_be_cut(step)) if len(step.stages) > 1 else step
             tasks = tasks_of(found, free)
@@ -122,7 +118,7 @@ class Driven:
                 given[v] = _copied(given[v])
         values = _Values(given, self._donated)
         tasks = [task for task, _ in self._tasks]
-        files = Moving(self._files, self._step, tasks, given, self._reads)
+        files = Moving(self._files, self._step, tasks, given, self._place)
         for k, (task, run) in enumerate(self._tasks):
             for following in tasks[k + 1 : k + 2]:
                 values.send(following)
@@ -160,18 +156,26 @@ class Driven:
         """Whether the pass may be in several programs: each would reduce gradients of replicated parameters by itself.
         Files are read for one device at a time."""
         several = len(self._devices) > 1
-        if self._reads and several:
+        if self._files.reads and several:
             return False
         if len({device.process_index for device in self._devices}) > 1:
             return False
         updated = [v for v in step.next_of.values() if not is_host_aval(v.aval) and v.aval.ndim > 1]
-        places = [self._places.get(v) for v in updated] if several else []
+        places = [self._place_of(v) for v in updated] if several else []
         return not any(s is None or s.is_fully_replicated for s in places)
 
+    def _place_of(self, v: Var) -> Sharding | None:
+        """Return a value's sharding, which is the sharding of the value whose next value, or part, it is."""
+        seen = set[Var]()
+        while v not in self._places and v in self._like and v not in seen:
+            seen.add(v)  # leaves may take each other's places
+            v = self._like[v]
+        return self._places.get(v)
+
     def _place(self, v: Var) -> Sharding:
-        """Return a value's sharding: replicated in its own memory, unless it is the next value of an argument."""
+        """Return where a value belongs: replicated in its own memory, unless its sharding is known."""
         everywhere = with_kind(self._everywhere, HOST_KIND) if is_host_aval(v.aval) else self._everywhere
-        return self._places.get(v, everywhere)
+        return self._place_of(v) or everywhere
 
     def _program(self, task: Task) -> Callable[..., Sequence[Any]]:
         """Make the program of a task; tasks that do the same share it."""
@@ -197,12 +201,11 @@ class Driven:
 
     def result_places(self, task: Task) -> list[Sharding | None]:
         """Return the shardings of a program's results. The next value of a divided value is divided in the same way."""
-        places = [(v, self._places.get(v)) for v in task.outputs]
-        found = [
-            with_kind(s, HOST_KIND if is_host_aval(v.aval) else DEVICE_KIND) if isinstance(s, NamedSharding) else None
-            for v, s in places
-        ]
-        return [*found, *(None for _ in task.down)]
+        found: list[Sharding | None] = [None] * len(task.outputs + task.down)
+        for k, v in enumerate(task.outputs):
+            if isinstance(s := self._place_of(v), NamedSharding):
+                found[k] = with_kind(s, HOST_KIND if is_host_aval(v.aval) else DEVICE_KIND)
+        return found
 
     def _writable(self, tasks: Sequence[Task]) -> set[Var]:
         """Return the donated leaves in host memory that the cores may overwrite: at most one task beside the first
@@ -305,15 +308,6 @@ def places_of(args: Sequence[Any]) -> list[Sharding | None]:
     devices = {d for s in found if s is not None for d in s.device_set}
     alone = SingleDeviceSharding(*devices, memory_kind=DEVICE_KIND) if len(devices) == 1 else None
     return [alone if s is None else s for s in found]
-
-
-def _first(next_of: Mapping[Var, Var], v: Var) -> Var:
-    """Follow a value back to the argument that it is the next value of."""
-    for _ in next_of:
-        if v not in next_of:
-            break
-        v = next_of[v]
-    return v
 
 
 def _everywhere(placed: Sequence[Any], devices: Set[Any]) -> Sharding:

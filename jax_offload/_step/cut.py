@@ -7,8 +7,9 @@ forward pass, on the host, or in groups whose state comes from files.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 
+from jax_offload._base.arrays import nbytes
 from jax_offload._base.donation import is_guard
 from jax_offload._base.jaxprs import Equation, ordered, variables
 from jax_offload._base.on_disk import READ
@@ -93,3 +94,25 @@ def _constants_where_used(program: Program, places: Sequence[int]) -> list[int]:
         for v in variables(eqn.invars):
             first[v] = min(first.get(v, found[k]), found[k])
     return found
+
+
+def left_late(
+    eqns: Sequence[Equation], gradients: Set[Var], free: Set[Var] = frozenset()
+) -> tuple[list[Equation], set[Var]]:
+    """Return the last arithmetic on gradients (a scale, a cast to more bytes), and the values that it starts from.
+
+    Args:
+      eqns: the equations that count as such arithmetic.
+      gradients: the gradients. One without such arithmetic is a start itself.
+      free: values that are there anyway; the other starts of a gradient take no more bytes than the gradient.
+    """
+    starts_of: dict[Var, frozenset[Var]] = {}
+    for eqn in eqns:
+        if len(eqn.outvars) == 1 and not eqn.effects and eqn.outvars[0].aval.shape:
+            (out,) = eqn.outvars
+            starts = frozenset[Var]().union(*(starts_of.get(v, {v}) for v in variables(eqn.invars)))
+            if sum(nbytes(v.aval) for v in starts - free if v.aval.shape) <= nbytes(out.aval):
+                starts_of[out] = starts
+    starts = {start for v in gradients for start in starts_of.get(v, {v})}
+    late, _ = needed_for(eqns, gradients - starts, lambda eqn: starts.isdisjoint(eqn.outvars))
+    return late, starts
