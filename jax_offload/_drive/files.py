@@ -213,10 +213,10 @@ class Moving:
         self._outputs = what.program.outputs[: what.n_others]
         self._reads = dict[Var, Part]()
         for v, (_, leaf) in what.reads.items():
-            self._reads |= {v: (leaf, None), **{w: (leaf, rows) for w, rows in step.parts.get(v, ())}}
+            self._reads |= {v: (leaf, None), **{w: (leaf, rows) for w, rows in step.rows.parts.get(v, ())}}
         self._writes: dict[Var, list[Part]] = {}
         for v, leaf in zip(what.program.outputs[what.n_others :], what.writes, strict=True):
-            for w, rows in step.parts.get(cast(Var, v)) or [(cast(Var, v), None)]:
+            for w, rows in step.rows.parts.get(cast(Var, v)) or [(cast(Var, v), None)]:
                 self._writes.setdefault(w, []).append((leaf, rows))
         self._due = self._when_written(tasks)
         self._reading: dict[Var, Future[jax.Array]] = {}

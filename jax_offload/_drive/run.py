@@ -84,7 +84,7 @@ class Driven:
         self._everywhere = _everywhere(placed, self._devices)
         self._places: dict[Var, Sharding] = {v: s for v, s in zip(own, placed, strict=True) if s is not None}
         self._places |= self._files.places(self._devices) | found.scattered
-        self._like = {w: v for v, parts in found.parts.items() for w, _ in parts} | found.next_of
+        self._like = {w: v for v, parts in found.rows.parts.items() for w, _ in parts} | found.next_of
         self._donated = {v for v, given in zip(own, donated, strict=True) if given}
         self._compiled, self._key_of = dict[Hashable, Jit](), numbered()
         self._step, tasks = self._scheduled(found, segments)
@@ -94,15 +94,13 @@ class Driven:
 
     def _scheduled(self, step: Staged, segments: bool) -> tuple[Staged, list[Task]]:
         """The step in the programs that overlap best, or, if the check finds a fault there, as first cut."""
-        free = self._donated | {*self._files.reads} | {w for v in self._files.reads for w, _ in step.parts.get(v, ())}
+        free = self._donated | {*self._files.reads}
         try:
             found = arranged(step, may_be_cut=segments and self._may_be_cut(step)) if len(step.stages) > 1 else step
             tasks = tasks_of(found, free)
-            parts = [
-                Node(task, task.inputs, [*task.outputs, *task.down, *task.up], takes={*task.over}) for task in tasks
-            ]
-            given = [*found.consts, *found.arguments, *(w for v in found.parts for w, _ in found.parts[v])]
-            check_order(parts, given, found.results)
+            nodes = [Node(task, task.inputs, task.makes, takes={*task.over}) for task in tasks]
+            parts = [w for each in found.rows.parts.values() for w, _ in each]
+            check_order(nodes, [*found.consts, *found.arguments, *parts], found.results)
             return found, tasks
         except Exception as fault:
             tell("the step runs in fewer programs", fault)

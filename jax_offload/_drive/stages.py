@@ -6,6 +6,7 @@ What each stage reads, makes and frees, and which buffers it may reuse, is decid
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections import Counter
 from collections.abc import Hashable, Iterator, Mapping, Sequence, Set
@@ -18,7 +19,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax_offload._base.arrays import nbytes
 from jax_offload._base.jaxprs import DropVar, Equation, Jaxpr, Var, nameless, variables
 from jax_offload._base.memory import is_host_aval
-from jax_offload._base.on_disk import Ends, Range
+from jax_offload._base.on_disk import Ends
 from jax_offload._drive.by_rows import ByRows
 from jax_offload._drive.cores import is_sent
 from jax_offload._emit.find import holds_driven_update, holds_update, is_update
@@ -27,6 +28,7 @@ from jax_offload._ir.primitives import CHECKPOINT
 from jax_offload._ir.program import Program
 from jax_offload._ir.slices import Slice, consecutive, slice_of
 from jax_offload._ir.trace import LARGE
+from jax_offload._plan.plan import Schedule
 from jax_offload._step.cut import cut_step
 from jax_offload._step.inlined import equation_of, localised
 
@@ -35,22 +37,21 @@ from jax_offload._step.inlined import equation_of, localised
 GROUP_BYTES = 2**26
 BEFORE = "before"  # the name of the stages that make the gradients
 GROUP = "group"  # the name of stages whose state is on disk, or beside a state on disk
+CORES = "cores"  # the name of stages that the host's cores run
 INNER = "inner"  # the name of a stage whose branches, or loop, update
 DRIVEN = ("cond", "while")  # what an update may stand in
 
 
 @dataclasses.dataclass(frozen=True)
 class Stage:
-    """One program of a step.
-
-    Attributes:
-      slices: what it runs, one after the other, in variables of the step.
-      on_cores: whether the host's cores run it.
-    """
+    """One program of a step. It runs ``slices``, in variables of the step, one after the other."""
 
     name: str
     slices: tuple[Slice, ...]
-    on_cores: bool = False
+
+    @property
+    def on_cores(self) -> bool:
+        return self.name == CORES
 
     @property
     def inner(self) -> Equation | None:
@@ -73,16 +74,16 @@ class Staged:
 
     Attributes:
       program: the step.
-      rules: the slices of leaves on disk.
+      rows: the slices of leaves on disk, and the leaves' parts.
       stages: its programs, in order.
       next_of: result of an update -> the variable of the step that it is the next value of.
       in_turn: gradients that wait for one another, in the order of the backward pass.
-      scattered: gradient that such an update divides further (ZeRO-1) -> its sharding. The program that makes it
+      scattered: gradient that an update from disk divides further (ZeRO-1) -> its sharding. The program that makes it
         divides it; otherwise every device would hold it whole until the update.
     """
 
     program: Program
-    rules: ByRows
+    rows: ByRows
     stages: list[Stage] = dataclasses.field(default_factory=list[Stage])
     next_of: dict[Var, Var] = dataclasses.field(default_factory=dict[Var, Var])
     in_turn: list[Var] = dataclasses.field(default_factory=list[Var])
@@ -91,7 +92,7 @@ class Staged:
     @property
     def consts(self) -> dict[Var, Any]:
         """Its constants: numbers of first rows, and what it closes over."""
-        starts = {v: np.int32(row) for row, v in self.rules.starts.items()}
+        starts = {v: np.int32(row) for row, v in self.rows.starts.items()}
         return starts | dict(zip(self.program.inputs, self.program.consts, strict=False))
 
     @property
@@ -99,37 +100,30 @@ class Staged:
         return self.program.inputs[len(self.program.consts) :]
 
     @property
-    def parts(self) -> Mapping[Var, Sequence[tuple[Var, Range]]]:
-        """The parts of each leaf on disk that is read or written in parts."""
-        return self.rules.parts
-
-    @property
     def results(self) -> list[Var]:
         """The variables that the stages make for the caller; parts in place of leaves that are made in parts."""
-        outputs = variables(self.program.outputs)
-        return [w for v in outputs for w in ([x for x, _ in self.parts.get(v, ())] or [v])]
+        parts = self.rows.parts
+        return [w for v in variables(self.program.outputs) for w in ([x for x, _ in parts.get(v, ())] or [v])]
 
     def on_device(self, name: str, *slices: Slice) -> None:
         """Add slices to the last program of the device, or begin another."""
-        last = self.stages[-1] if self.stages else None
-        if last is not None and not last.on_cores and last.name not in (INNER, GROUP):
-            self.stages[-1] = dataclasses.replace(last, slices=(*last.slices, *slices))
-        else:
-            self.stages.append(Stage(name, slices))
+        if self.stages and self.stages[-1].name not in (CORES, GROUP, INNER):
+            slices = (*self.stages[-1].slices, *slices)
+            name = self.stages.pop().name
+        self.stages.append(Stage(name, slices))
 
-    def add_from_disk(self, update: Update) -> None:
-        """Add groups of slices, or of some rows of them, for an update whose state is on disk."""
-        self.scattered |= _scattered(update)
-        for each in update.passes:
-            self.on_device("scalars", each.prelude)
-            self.stages += _grouped(GROUP, [*self.rules.slices_of(update, each.slices)], on_cores=False)
-
-    def add_shares(self, update: Update, eqn: Equation) -> None:
-        """Add the device's part of an update, and the cores' part in groups."""
-        device, cores = _shares(update)
+    def add(self, update: Update, eqn: Equation) -> None:
+        """Add an update: the device's share at once, and what comes from disk, or goes to the cores, in groups."""
+        self.next_of |= update.next_values
+        if update.on_disk:
+            self.scattered |= _scattered(update)
+            for each in update.passes:
+                self.on_device("scalars", each.prelude)
+                self.stages += _grouped(GROUP, [*self.rows.slices_of(update, each.slices)])
+            return
+        device, (first, *later) = _shares(update)
         if len(self.stages) == 1:
             self.in_turn = _gradients_in_turn(update, device, self.stages[0])
-        first, *later = cores.passes
         self.on_device(BEFORE, first.prelude)
         if made := variables(device.program.outputs):
             whole = slice_of([equation_of(device, eqn)], made, self.program.debug_info, {})
@@ -137,10 +131,10 @@ class Staged:
                 self.stages.append(Stage("device", (whole,)))
             else:
                 self.on_device(BEFORE, whole)
-        self.stages += _grouped("cores", [p.slice for p in first.slices])
+        self.stages += _grouped(CORES, [p.slice for p in first.slices])
         for each in later:
-            self.stages.append(Stage("scalars", (each.prelude,), on_cores=True))
-            self.stages += _grouped("cores", [p.slice for p in each.slices])
+            self.stages.append(Stage(CORES, (each.prelude,)))
+            self.stages += _grouped(CORES, [p.slice for p in each.slices])
 
 
 def staged(program: Program, ends: Mapping[Var, Ends] = MappingProxyType({})) -> Staged:
@@ -172,15 +166,10 @@ def staged(program: Program, ends: Mapping[Var, Ends] = MappingProxyType({})) ->
         elif not is_update(eqn):
             raise stands_in(eqn, "update_on")
         else:
-            update = localised(eqn)
-            step.next_of |= update.next_values
-            if update.on_disk:
-                step.add_from_disk(update)
-            else:
-                step.add_shares(update, eqn)
+            step.add(localised(eqn), eqn)
     if cut.after.outputs:
         step.on_device("after", cut.after)
-    step.next_of |= step.rules.next_of
+    step.next_of |= step.rows.next_of
     outputs = {*variables(program.outputs)}
     step.scattered = {v: s for v, s in step.scattered.items() if v not in outputs}
     return step
@@ -197,21 +186,19 @@ def stands_in(eqn: Equation, option: str) -> ValueError:
 
 def _scattered(update: Update) -> dict[Var, NamedSharding]:
     """Return the gradients that an update divides first, with their shardings, where types do not tell."""
-    gradients, found = {*update.gradients}, dict[Var, NamedSharding]()
-    for eqn in update.program.eqns:
-        if eqn.primitive.name == "sharding_constraint" and isinstance(v := eqn.invars[0], Var) and v in gradients:
-            s = eqn.params["sharding"]
-            found |= {v: s} if isinstance(s, NamedSharding) and isinstance(s.mesh, Mesh) else {}
-    return found
+    pins = {eqn.invars[0]: eqn.params["sharding"] for eqn in update.program.eqns
+            if eqn.primitive.name == "sharding_constraint" and isinstance(eqn.invars[0], Var)}  # fmt: skip
+    named = {v: s for v in update.gradients if isinstance(s := pins.get(v), NamedSharding)}
+    return {v: s for v, s in named.items() if isinstance(s.mesh, Mesh)}
 
 
-def _shares(update: Update) -> tuple[Update, Update]:
-    """Divide an update into the device's part and the cores' part, by its plan."""
+def _shares(update: Update) -> tuple[Update, Sequence[Schedule]]:
+    """Divide an update into the device's part, and the passes of the cores' part, by its plan."""
     cores = {v for p in update.planned if p.on_cores for v in p.slice.outputs}
     of_cores = [v in cores for v in update.program.outputs]
     _, device = update.only([not own for own in of_cores])
     _, host = update.only(of_cores)
-    return device.updated_by(cores=False), host.updated_by(cores=True)
+    return device.updated_by(cores=False), host.updated_by(cores=True).passes
 
 
 def _gradients_in_turn(update: Update, device: Update, pass_: Stage) -> list[Var]:
@@ -221,7 +208,7 @@ def _gradients_in_turn(update: Update, device: Update, pass_: Stage) -> list[Var
     return large if update.take_turns and not {*device.operands}.isdisjoint(large) else []
 
 
-def _grouped(name: str, slices: Sequence[Slice], *, on_cores: bool = True) -> Iterator[Stage]:
+def _grouped(name: str, slices: Sequence[Slice]) -> Iterator[Stage]:
     """Group consecutive slices into stages of about ``GROUP_BYTES`` each."""
     group: list[Slice] = []
     size = 0
@@ -229,7 +216,7 @@ def _grouped(name: str, slices: Sequence[Slice], *, on_cores: bool = True) -> It
         group.append(s)
         size += sum(nbytes(v.aval) for v in s.loads)
         if size >= GROUP_BYTES or s is slices[-1]:
-            yield Stage(name, tuple(group), on_cores=on_cores)
+            yield Stage(name, tuple(group))
             group, size = [], 0
 
 
@@ -247,7 +234,6 @@ class Task(Stage):
       up: the results of the cores that are read on the device.
       over: the inputs that nobody reads afterwards.
       free: the ones that the step made or was given to donate: their buffers may be reused.
-      reused: the positions of the inputs whose buffers the results of a program of the device take.
     """
 
     inputs: list[Var]
@@ -256,7 +242,21 @@ class Task(Stage):
     up: list[Var]
     over: list[Var]
     free: frozenset[Var]
-    reused: tuple[int, ...]
+
+    @functools.cached_property
+    def reused(self) -> tuple[int, ...]:
+        """The positions of the inputs whose buffers the results of a program of the device take, one for each result of
+        a type and memory."""
+
+        def kind(v: Var) -> Hashable:
+            return v.aval.shape, v.aval.dtype, is_host_aval(v.aval)
+
+        wanted, found = Counter(map(kind, self.outputs)), list[int]()
+        for k, v in enumerate(self.inputs):
+            if v in self.free and wanted[kind(v)] > 0:
+                wanted[kind(v)] -= 1
+                found.append(k)
+        return tuple(found)
 
     @property
     def sends(self) -> bool:
@@ -283,18 +283,16 @@ def tasks_of(step: Staged, donated: Set[Var]) -> list[Task]:
     others = {*step.consts, *step.arguments} - donated
     tasks: list[Task] = []
     for k, stage in enumerate(stages):
-        on_device = not stage.on_cores and stage.inner is None
         defined = [v for v in stage.makes if v in results or last.get(v, -1) > k]
         inputs, defined = _side_by_side(stage.reads, defined, step.next_of)
         over = [v for v in inputs if last[v] == k and v not in results]
-        sent = [v for v in defined if v in by_cores and is_sent(v.aval) and not is_host_aval(v.aval)]
-        down = sent if on_device else []
+        sent = {v for v in defined if v in by_cores and is_sent(v.aval) and not is_host_aval(v.aval)}
+        down = [v for v in defined if v in sent] if stage.name not in (CORES, INNER) else []
         outputs = [v for v in defined if v in by_device or v not in down]
         up = [v for v in defined if v in by_device] if stage.on_cores else []
         free = frozenset(over) - others
-        reused = _reusable(inputs, free, outputs) if on_device else ()
-        tasks.append(Task(stage.name, stage.slices, stage.on_cores, inputs=inputs, outputs=outputs, down=down, up=up,
-                          over=over, free=free, reused=reused))  # fmt: skip
+        tasks.append(Task(stage.name, stage.slices, inputs=inputs, outputs=outputs, down=down, up=up,
+                          over=over, free=free))  # fmt: skip
         others |= {*inputs, *defined} if stage.inner is not None else set()
     return tasks
 
@@ -302,27 +300,11 @@ def tasks_of(step: Staged, donated: Set[Var]) -> list[Task]:
 def _side_by_side(
     inputs: Sequence[Var], results: Sequence[Var], next_of: Mapping[Var, Var]
 ) -> tuple[list[Var], list[Var]]:
-    """Sort inputs and results so that each input stands where its next value does among the results.
+    """Put first the inputs that have a next value among the results, and these next values in the same order.
 
     jax pairs donated inputs with results in their order. Two moments would otherwise be written into each other's
     buffers, which XLA would have to copy first.
     """
     next_values = {next_of[v]: v for v in results if v in next_of}
     old = [v for v in inputs if v in next_values]
-    new = [next_values[v] for v in old]
-    rest, others = {*old}, {*new}
-    return [*old, *(v for v in inputs if v not in rest)], [*new, *(v for v in results if v not in others)]
-
-
-def _reusable(inputs: Sequence[Var], free: Set[Var], outputs: Sequence[Var]) -> tuple[int, ...]:
-    """Return the positions of the inputs whose buffers results may take, one for each result of a type and memory."""
-
-    def kind(v: Var) -> Hashable:
-        return v.aval.shape, v.aval.dtype, is_host_aval(v.aval)
-
-    wanted, found = Counter(map(kind, outputs)), list[int]()
-    for k, v in enumerate(inputs):
-        if v in free and wanted[kind(v)] > 0:
-            wanted[kind(v)] -= 1
-            found.append(k)
-    return tuple(found)
+    return list(dict.fromkeys([*old, *inputs])), list(dict.fromkeys([*(next_values[v] for v in old), *results]))
