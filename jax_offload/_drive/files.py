@@ -176,12 +176,66 @@ def _devices(devices: Set[Any]) -> str:
 Part = tuple[Place, Range | None]  # a leaf on disk, or some of its rows
 
 
+class Moves:
+    """What moves at each task of a step, decided when the step is made.
+
+    Args:
+      what: the leaves on disk.
+      step: the stages of the step.
+      tasks: the same stages as they run.
+
+    Attributes:
+      reads: variable that is read -> its part of a leaf.
+      writes: variable -> the parts of leaves that are its values.
+      now: for each task, what it reads.
+      ahead: for each task, what begins to be read then: its own leaves, and those of the next tasks that read files.
+      waiting: for each task, how many groups of writes may be under way beside it; the pass waits for none.
+      due: for each task, the results that can be written after it.
+    """
+
+    def __init__(self, what: OnFiles, step: Staged, tasks: Sequence[Task]) -> None:
+        self.what, parts = what, step.rows.parts
+        self.reads = dict[Var, Part]()
+        for v, (_, leaf) in what.reads.items():
+            self.reads |= {v: (leaf, None), **{w: (leaf, rows) for w, rows in parts.get(v, ())}}
+        self.writes: dict[Var, list[Part]] = {}
+        for v, leaf in zip(variables(what.program.outputs[what.n_others :]), what.writes, strict=True):
+            for w, rows in parts.get(v) or [(v, None)]:
+                self.writes.setdefault(w, []).append((leaf, rows))
+        self.now = [[v for v in task.inputs if v in self.reads] for task in tasks]
+        self.due = self._when_written(tasks)
+        self.ahead, self.waiting = list[list[Var]](), list[int]()
+        begun, written = set[Var](), list[int]()
+        for k, task in enumerate(tasks):
+            now, following = self.now[k], [*itertools.islice(filter(None, self.now[k + 1 :]), DEPTH)]
+            if not now and not written and following:  # the first of them is the one that is needed
+                now, *following = following
+            wanted = itertools.chain(now, *following[: _beside(map(_bytes_of, following))])
+            self.ahead.append([v for v in dict.fromkeys(wanted) if v not in begun])
+            begun = begun.union(self.ahead[k]).difference(self.now[k])  # a leaf that is read again is fetched again
+            self.waiting.append(len(written) if task.name == BEFORE else _beside(reversed(written)))
+            written += [_bytes_of(self.due[k])] if self.due[k] else []
+
+    def _when_written(self, tasks: Sequence[Task]) -> list[list[Var]]:
+        """Return the results that can be written after each task: they exist by then, and no later task reads them or
+        the old values of their rows."""
+        last = {v: k for k, task in enumerate(tasks) for v in (*task.outputs, *task.inputs)}
+        read_by: dict[Place, list[tuple[Range | None, int]]] = {}
+        for leaf, rows, k in ((*self.reads[v], k) for v, k in last.items() if v in self.reads):
+            read_by.setdefault(leaf, []).append((rows, k))
+        due: list[list[Var]] = [[] for _ in tasks]
+        for v, parts in self.writes.items():
+            old = [k for leaf, rows in parts for other, k in read_by.get(leaf, ()) if _meet(other, rows)]
+            due[max([last.get(v, 0), *old])].append(v)
+        return due
+
+
 def _meet(a: Range | None, b: Range | None) -> bool:
     """Whether two ranges of a leaf share rows; ``None`` has all."""
     return a is None or b is None or (a[0] < b[1] and b[0] < a[1])
 
 
-def beside(sizes: Iterable[int]) -> int:
+def _beside(sizes: Iterable[int]) -> int:
     """Return how many groups of these sizes, the nearest first, may be under way beside the current one."""
     return sum(total <= AT_ONCE for total in itertools.accumulate(itertools.islice(sizes, DEPTH)))
 
@@ -194,94 +248,43 @@ class Moving:
     """The reads and writes of one run of a step.
 
     Args:
-      what: the leaves on disk.
-      step: the stages of the step.
-      tasks: the same stages as they run.
+      moves: what moves when.
       values: the values of the step's variables, as far as they exist.
       place: where a leaf goes in host memory, on its way to the device.
     """
 
-    def __init__(
-        self,
-        what: OnFiles,
-        step: Staged,
-        tasks: Sequence[Task],
-        values: dict[Var, Any],
-        place: Callable[[Var], Sharding],
-    ) -> None:
-        self._what, self._values, self._place = what, values, place
-        self._outputs = what.program.outputs[: what.n_others]
-        self._reads = dict[Var, Part]()
-        for v, (_, leaf) in what.reads.items():
-            self._reads |= {v: (leaf, None), **{w: (leaf, rows) for w, rows in step.rows.parts.get(v, ())}}
-        self._writes: dict[Var, list[Part]] = {}
-        for v, leaf in zip(what.program.outputs[what.n_others :], what.writes, strict=True):
-            for w, rows in step.rows.parts.get(cast(Var, v)) or [(cast(Var, v), None)]:
-                self._writes.setdefault(w, []).append((leaf, rows))
-        self._due = self._when_written(tasks)
+    def __init__(self, moves: Moves, values: dict[Var, Any], place: Callable[[Var], Sharding]) -> None:
+        self._moves, self._values, self._place = moves, values, place
+        self._outputs = moves.what.program.outputs[: moves.what.n_others]
         self._reading: dict[Var, Future[jax.Array]] = {}
-        self._writing: deque[tuple[int, list[Future[None]]]] = deque()  # with how many bytes they are
-        for token, leaf in what.reads.values():
+        self._writing: deque[list[Future[None]]] = deque()
+        for token, leaf in moves.what.reads.values():
             leaf.home.check(token.val if isinstance(token, Literal) else values[token])
 
-    def _when_written(self, tasks: Sequence[Task]) -> dict[int, list[Var]]:
-        """Map each task's number to the results that can be written after it.
-
-        Such a result exists by then, and no later task reads it or the old values of its rows.
-        """
-        last = {v: k for k, task in enumerate(tasks) for v in (*task.outputs, *task.inputs)}
-        read_by: dict[Place, list[tuple[Range | None, int]]] = {}
-        for leaf, rows, k in ((*self._reads[v], k) for v, k in last.items() if v in self._reads):
-            read_by.setdefault(leaf, []).append((rows, k))
-        due: dict[int, list[Var]] = {}
-        for v, parts in self._writes.items():
-            old = [k for leaf, rows in parts for other, k in read_by.get(leaf, ()) if _meet(other, rows)]
-            due.setdefault(max([last.get(v, 0), *old]), []).append(v)
-        return due
-
-    def read(self, task: Task, following: Sequence[Task]) -> None:
-        """Read a task's leaves, and start reading the leaves of the next tasks that read files.
-
-        First wait until old results have been written, as their memory serves these reads.
-        """
-        while self._writing and (self._first_is_written() or self._writes_too_much(task)):
-            for writing in self._writing.popleft()[1]:
+    def before(self, number: int) -> None:
+        """Read a task's leaves, and start reading ahead of it, once the writes that it waits for have ended."""
+        while len(self._writing) > self._moves.waiting[number]:
+            for writing in self._writing.popleft():
                 writing.exception()  # which is said when the step ends: other processes are in it too
-        now, ahead = self._read_of(task), [*itertools.islice(filter(None, map(self._read_of, following)), DEPTH)]
-        if not now and not self._writing and ahead:  # the first of them is the one that is needed
-            now, *ahead = ahead
-        for v in itertools.chain(now, *ahead[: beside(map(_bytes_of, ahead))]):
-            if v not in self._reading:
-                leaf, rows = self._reads[v]
-                self._reading[v] = leaf.home.fetch(leaf.name, self._place(v), rows)
-        self._values |= {v: self._reading.pop(v).result() for v in self._read_of(task)}
+        for v in self._moves.ahead[number]:
+            leaf, rows = self._moves.reads[v]
+            self._reading[v] = leaf.home.fetch(leaf.name, self._place(v), rows)
+        self._values |= {v: self._reading.pop(v).result() for v in self._moves.now[number]}
 
-    def _read_of(self, task: Task) -> list[Var]:
-        return [v for v in task.inputs if v in self._reads]
-
-    def _first_is_written(self) -> bool:
-        return all(writing.done() for writing in self._writing[0][1])
-
-    def _writes_too_much(self, task: Task) -> bool:
-        """Whether a task waits for a write: the pass never does."""
-        return task.name != BEFORE and len(self._writing) > beside(size for size, _ in reversed(self._writing))
-
-    def write(self, number: int, task: Task) -> None:
+    def after(self, number: int) -> None:
         """Start to write the results that are due, and let them and the task's leaves go."""
-        for v in self._read_of(task):
+        for v in self._moves.now[number]:
             self._values.pop(v, None)
-        now = self._due.get(number, [])
-        if now:
-            parts = [(v, *part) for v in now for part in self._writes[v]]
-            writing = [leaf.home.put(leaf.name, self._values[v], rows) for v, leaf, rows in parts]
-            self._writing.append((_bytes_of(now), writing))
-        for v in {*now}.difference(variables(self._outputs)):
+        due = self._moves.due[number]
+        parts = [(v, *part) for v in due for part in self._moves.writes[v]]
+        if parts:
+            self._writing.append([leaf.home.put(leaf.name, self._values[v], rows) for v, leaf, rows in parts])
+        for v in {*due}.difference(variables(self._outputs)):
             del self._values[v]
 
     def results(self) -> list[Any]:
         """Return the step's results."""
-        others = values_of(self._values, self._outputs)
-        homes = dict.fromkeys(leaf.home for leaf in self._what.tokens.values())
-        tokens, rest = {home: home.advance() for home in homes}, iter(others)
-        n = len(others) + len(self._what.tokens)
-        return [tokens[leaf.home] if (leaf := self._what.tokens.get(k)) else next(rest) for k in range(n)]
+        others, leaves = values_of(self._values, self._outputs), self._moves.what.tokens
+        tokens = {home: home.advance() for home in dict.fromkeys(leaf.home for leaf in leaves.values())}
+        rest = iter(others)
+        return [tokens[leaves[k].home] if k in leaves else next(rest) for k in range(len(others) + len(leaves))]

@@ -37,7 +37,7 @@ from jax_offload._base.memory import (
 from jax_offload._base.on_disk import Token
 from jax_offload._drive import cores
 from jax_offload._drive.cores import is_sent
-from jax_offload._drive.files import Moving, files_of
+from jax_offload._drive.files import Moves, Moving, files_of
 from jax_offload._drive.kernel import OnePass, one_pass
 from jax_offload._drive.segments import arranged, in_turn, sending_rows
 from jax_offload._drive.stages import BEFORE, GROUP, Staged, Task, staged, tasks_of
@@ -88,6 +88,7 @@ class Driven:
         self._donated = {v for v, given in zip(own, donated, strict=True) if given}
         self._compiled, self._key_of = dict[Hashable, Jit](), numbered()
         self._step, tasks = self._scheduled(found, segments)
+        self._moves = Moves(self._files, self._step, tasks)
         writable = self._writable(tasks)
         self._tasks = [(task, self._run_by(task, writable)) for task in tasks]
         self._written = [v for _, run in self._tasks if isinstance(run, OnePass) for v in run.written]
@@ -115,19 +116,18 @@ class Driven:
             if times[id(given[v])] > 1:
                 given[v] = _copied(given[v])
         values = _Values(given, self._donated)
-        tasks = [task for task, _ in self._tasks]
-        files = Moving(self._files, self._step, tasks, given, self._place)
+        files = Moving(self._moves, given, self._place)
         for k, (task, run) in enumerate(self._tasks):
-            for following in tasks[k + 1 : k + 2]:
+            for following, _ in self._tasks[k + 1 : k + 2]:
                 values.send(following)
-            files.read(task, tasks[k + 1 :])
+            files.before(k)
             results = run(*values.operands(task))
             if k == 0:
                 # behind the first program, whose gradients the cores wait for, and ahead of all others
                 values.take(self._written)
             values.put(task, results, self._place)
             values.drop(task.over)
-            files.write(k, task)
+            files.after(k)
         return files.results()
 
     def committed(self, x: Any) -> Any:
@@ -163,7 +163,7 @@ class Driven:
         return not any(s is None or s.is_fully_replicated for s in places)
 
     def _place_of(self, v: Var) -> Sharding | None:
-        """Return a value's sharding, which is the sharding of the value whose next value, or part, it is."""
+        """Return a value's sharding, if it is known: the sharding of the value whose next value, or part, it is."""
         seen = set[Var]()
         while v not in self._places and v in self._like and v not in seen:
             seen.add(v)  # leaves may take each other's places
