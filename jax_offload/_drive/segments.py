@@ -42,7 +42,7 @@ from jax_offload._ir.primitives import ELEMENTWISE
 from jax_offload._ir.program import Builder
 from jax_offload._ir.propagate import needed_for
 from jax_offload._ir.slices import Slice, slice_of
-from jax_offload._step.cut import left_late
+from jax_offload._step.cut import computed_again
 
 # The most programs, and the least share of the arithmetic in each but the first: the host needs a tenth of a program's
 # run time to start it. A state on disk takes longer, and with more programs gradients are freed earlier.
@@ -51,9 +51,6 @@ _NOT_AGAIN = {"optimization_barrier", "device_put", "sharding_constraint", "resh
 _VIEWS = ["broadcast_in_dim", "iota", "one_minus_square", "reshape", "squeeze", "transpose"]
 CHEAP = ELEMENTWISE.union(_VIEWS) - _NOT_AGAIN
 LATE = frozenset(("convert_element_type", "mul", "div", "neg"))  # arithmetic that the cores do as well
-# Operands may be a little larger than the value that is computed from them again (a softmax from its exponentials and
-# their sums), because their own operands may be smaller (scores in bfloat16).
-SLACK = 1.05
 LEAST_ROW = 2**16  # bytes; smaller rows go down together, at the end of the program
 
 
@@ -91,7 +88,7 @@ def _with_late_arithmetic(step: Staged) -> Staged:
     made = {v: k for k, v in enumerate(v for eqn in eqns for v in eqn.outvars)}
     others = {*step.results}.union(*(s.reads for s in later if not s.on_cores))
     sent = {v for s in later if s.on_cores for v in s.reads if v in made and is_sent(v.aval)} - others
-    late, starts = left_late([*filter(_is_late, eqns)], sent)
+    late, starts = computed_again(sent, frozenset(), [*filter(_is_late, eqns)])
 
     def with_arithmetic(s: Slice) -> Slice:
         own, _ = needed_for(late, s.inputs)
@@ -177,25 +174,11 @@ def parts_of(jaxpr: Jaxpr, results: Set[Var], cuts: Sequence[int]) -> list[Slice
         outputs = [v for eqn in own for v in eqn.outvars if v in results or v in crossing]
         crossing -= {v for eqn in own for v in eqn.outvars}
         reads = {v for eqn in own for v in variables(eqn.invars) if producer.get(v, start) < start}
-        again, more = _computed_again(reads, crossing | given, eqns[:start])
+        cheap = [eqn for eqn in eqns[:start] if eqn.primitive.name in CHEAP]
+        again, more = computed_again(reads, crossing | given, cheap)
         crossing |= more
         parts.append(slice_of([*again, *own], outputs, jaxpr.debug_info, {}))
     return parts[::-1]
-
-
-def _computed_again(reads: Set[Var], free: Set[Var], eqns: Sequence[Equation]) -> tuple[list[Equation], set[Var]]:
-    """Return the earlier equations that are repeated to make ``reads``, and the values that must cross for them.
-
-    Going backwards, each cheap value gives way to its operands if they are no larger. Values in ``free`` are there.
-    """
-    need, again = {*reads} - free, list[Equation]()
-    for eqn in reversed(eqns):
-        if eqn.primitive.name in CHEAP and not eqn.effects and len(eqn.outvars) == 1 and (v := eqn.outvars[0]) in need:
-            more = {*variables(eqn.invars)} - free - need
-            if sum(nbytes(x.aval) for x in more) <= SLACK * nbytes(v.aval):
-                need = (need - {v}) | more
-                again.append(eqn)
-    return again[::-1], need
 
 
 # ---- within one of the programs --------------------------------------------------------------------------------------

@@ -31,7 +31,7 @@ from jax_offload._ir.program import Builder, Program
 from jax_offload._ir.propagate import Mask, forward, needed_for
 from jax_offload._ir.slices import is_summary
 from jax_offload._step.checked import check_program, tell
-from jax_offload._step.cut import left_late
+from jax_offload._step.cut import computed_again
 from jax_offload._step.inlined import consisting_of, equation_of, localised
 
 
@@ -102,7 +102,7 @@ def _of_update(program: Program, number: int, carried: Mapping[Var, Any]) -> Pro
     gradients = {*update.gradients}
     defined = [v for each in before for v in each.outvars]
     arithmetic = [each for each in before if each.primitive.name in _LATE]
-    late, sources = left_late(arithmetic, gradients & {*filter(_is_large, defined)}, {*carried})
+    late, sources = computed_again(gradients & {*filter(_is_large, defined)}, {*carried}, arithmetic)
     moved = [v for v in defined if v in sources and _is_large(v)]
     if not moved:
         raise CannotWait(

@@ -96,23 +96,27 @@ def _constants_where_used(program: Program, places: Sequence[int]) -> list[int]:
     return found
 
 
-def left_late(
-    eqns: Sequence[Equation], gradients: Set[Var], free: Set[Var] = frozenset()
-) -> tuple[list[Equation], set[Var]]:
-    """Return the last arithmetic on gradients (a scale, a cast to more bytes), and the values that it starts from.
+# Operands may be a little larger than the value that is computed from them again (a softmax from its exponentials and
+# their sums), because their own operands may be smaller (scores in bfloat16).
+SLACK = 1.05
+
+
+def computed_again(wanted: Set[Var], free: Set[Var], eqns: Sequence[Equation]) -> tuple[list[Equation], set[Var]]:
+    """Return the equations that are repeated where values are read, and the values that must get there for them.
+
+    Going backwards, each value gives way to its operands if they are no larger. The last arithmetic on a gradient (a
+    scale, a cast to more bytes) then follows the gradient.
 
     Args:
-      eqns: the equations that count as such arithmetic.
-      gradients: the gradients. One without such arithmetic is a start itself.
-      free: values that are there anyway; the other starts of a gradient take no more bytes than the gradient.
+      wanted: the values that are read.
+      free: the values that are there anyway.
+      eqns: the cheap equations among the ones that make the values.
     """
-    starts_of: dict[Var, frozenset[Var]] = {}
-    for eqn in eqns:
-        if len(eqn.outvars) == 1 and not eqn.effects and eqn.outvars[0].aval.shape:
-            (out,) = eqn.outvars
-            starts = frozenset[Var]().union(*(starts_of.get(v, {v}) for v in variables(eqn.invars)))
-            if sum(nbytes(v.aval) for v in starts - free if v.aval.shape) <= nbytes(out.aval):
-                starts_of[out] = starts
-    starts = {start for v in gradients for start in starts_of.get(v, {v})}
-    late, _ = needed_for(eqns, gradients - starts, lambda eqn: starts.isdisjoint(eqn.outvars))
-    return late, starts
+    need, again = {*wanted} - free, list[Equation]()
+    for eqn in reversed(eqns):
+        if len(eqn.outvars) == 1 and (v := eqn.outvars[0]) in need and v.aval.shape and not eqn.effects:
+            more = {*variables(eqn.invars)} - free - need
+            if sum(nbytes(x.aval) for x in more if x.aval.shape) <= SLACK * nbytes(v.aval):
+                need = (need - {v}) | more
+                again.append(eqn)
+    return again[::-1], need
