@@ -1,22 +1,20 @@
 """The leaves on disk of a step: their reads become inputs of its program, and their writes results.
 
-When the step runs, ``Moving`` reads ahead of its stages and writes behind them.
+When the step runs, they are read ahead of its stages and written behind them, as ``Moves`` says.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections import Counter, deque
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
-from concurrent.futures import Future
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import Any, cast
 
-import jax
 from jax.sharding import Sharding, SingleDeviceSharding
 
 from jax_offload._base.arrays import nbytes
-from jax_offload._base.jaxprs import Atom, Equation, Literal, Var, inner_of, values_of, variables
+from jax_offload._base.jaxprs import Atom, Equation, Var, inner_of, variables
 from jax_offload._base.memory import HOST_KIND
 from jax_offload._base.on_disk import IN_MEMORY, READ, WRITE, Ends, Place, Range
 from jax_offload._drive.stages import BEFORE, DRIVEN, Staged, Task, stands_in
@@ -242,49 +240,3 @@ def _beside(sizes: Iterable[int]) -> int:
 
 def _bytes_of(leaves: Iterable[Var]) -> int:
     return sum(nbytes(v.aval) for v in leaves)
-
-
-class Moving:
-    """The reads and writes of one run of a step.
-
-    Args:
-      moves: what moves when.
-      values: the values of the step's variables, as far as they exist.
-      place: where a leaf goes in host memory, on its way to the device.
-    """
-
-    def __init__(self, moves: Moves, values: dict[Var, Any], place: Callable[[Var], Sharding]) -> None:
-        self._moves, self._values, self._place = moves, values, place
-        self._outputs = moves.what.program.outputs[: moves.what.n_others]
-        self._reading: dict[Var, Future[jax.Array]] = {}
-        self._writing: deque[list[Future[None]]] = deque()
-        for token, leaf in moves.what.reads.values():
-            leaf.home.check(token.val if isinstance(token, Literal) else values[token])
-
-    def before(self, number: int) -> None:
-        """Read a task's leaves, and start reading ahead of it, once the writes that it waits for have ended."""
-        while len(self._writing) > self._moves.waiting[number]:
-            for writing in self._writing.popleft():
-                writing.exception()  # which is said when the step ends: other processes are in it too
-        for v in self._moves.ahead[number]:
-            leaf, rows = self._moves.reads[v]
-            self._reading[v] = leaf.home.fetch(leaf.name, self._place(v), rows)
-        self._values |= {v: self._reading.pop(v).result() for v in self._moves.now[number]}
-
-    def after(self, number: int) -> None:
-        """Start to write the results that are due, and let them and the task's leaves go."""
-        for v in self._moves.now[number]:
-            self._values.pop(v, None)
-        due = self._moves.due[number]
-        parts = [(v, *part) for v in due for part in self._moves.writes[v]]
-        if parts:
-            self._writing.append([leaf.home.put(leaf.name, self._values[v], rows) for v, leaf, rows in parts])
-        for v in {*due}.difference(variables(self._outputs)):
-            del self._values[v]
-
-    def results(self) -> list[Any]:
-        """Return the step's results."""
-        others, leaves = values_of(self._values, self._outputs), self._moves.what.tokens
-        tokens = {home: home.advance() for home in dict.fromkeys(leaf.home for leaf in leaves.values())}
-        rest = iter(others)
-        return [tokens[leaves[k].home] if k in leaves else next(rest) for k in range(len(others) + len(leaves))]

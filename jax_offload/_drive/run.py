@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import functools
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Hashable, Mapping, Sequence, Set
+from concurrent.futures import Future
 from typing import Any
 
 import jax
@@ -22,6 +23,7 @@ from jax_offload._base.jaxprs import (
     jax_fun,
     jit,
     values_of,
+    variables,
     without_dead_code,
 )
 from jax_offload._base.memory import (
@@ -37,7 +39,7 @@ from jax_offload._base.memory import (
 from jax_offload._base.on_disk import Token
 from jax_offload._drive import cores
 from jax_offload._drive.cores import is_sent
-from jax_offload._drive.files import Moves, Moving, files_of
+from jax_offload._drive.files import Moves, files_of
 from jax_offload._drive.kernel import OnePass, one_pass
 from jax_offload._drive.segments import arranged, in_turn, sending_rows
 from jax_offload._drive.stages import BEFORE, GROUP, Staged, Task, staged, tasks_of
@@ -115,20 +117,17 @@ class Driven:
         for v in self._donated:  # which the caller gives twice, or hands on from a branch: only a copy is ours
             if times[id(given[v])] > 1:
                 given[v] = _copied(given[v])
-        values = _Values(given, self._donated)
-        files = Moving(self._moves, given, self._place)
+        values = _Values(given, self._donated, self._moves, self._place)
         for k, (task, run) in enumerate(self._tasks):
             for following, _ in self._tasks[k + 1 : k + 2]:
                 values.send(following)
-            files.before(k)
-            results = run(*values.operands(task))
+            results = run(*values.operands(k, task))
             if k == 0:
                 # behind the first program, whose gradients the cores wait for, and ahead of all others
                 values.take(self._written)
-            values.put(task, results, self._place)
-            values.drop(task.over)
-            files.after(k)
-        return files.results()
+            values.put(task, results)
+            values.drop(k, task)
+        return values.results()
 
     def committed(self, x: Any) -> Any:
         """Commit a result, as ``jax.jit`` does if an argument is committed, here a host leaf."""
@@ -235,17 +234,26 @@ class Driven:
 
 
 class _Values:
-    """The values of a running step: ``here`` in the step's own memory, ``there`` for the cores.
+    """The values of a running step: ``here`` in the step's own memory, ``there`` for the cores; and its files.
 
     Two variables may hold one array, as a branch may return its operands.
 
     Args:
       given: the arguments.
       donated: the donated arguments.
+      moves: what moves from and to the disk at each task.
+      place: where a value belongs.
     """
 
-    def __init__(self, given: dict[Var, Any], donated: Set[Var]) -> None:
-        self.here, self._there, self._donated = given, dict[Var, Any](), donated
+    def __init__(
+        self, given: dict[Var, Any], donated: Set[Var], moves: Moves, place: Callable[[Var], Sharding]
+    ) -> None:
+        self.here, self._there, self._donated, self._place = given, dict[Var, Any](), donated, place
+        self._moves, self._outputs = moves, moves.what.program.outputs[: moves.what.n_others]
+        self._reading: dict[Var, Future[jax.Array]] = {}
+        self._writing: deque[list[Future[None]]] = deque()
+        for token, leaf in moves.what.reads.values():
+            leaf.home.check(token.val if isinstance(token, Literal) else given[token])
 
     def take(self, own: Sequence[Var]) -> None:
         """Make donated host leaves the step's own memory, which the cores may write."""
@@ -259,26 +267,34 @@ class _Values:
             if v in self.here and v not in self._there:
                 self._there[v] = cores.sent(self.here[v])
 
-    def operands(self, task: Task) -> list[Any]:
-        """Return a task's operands."""
+    def operands(self, number: int, task: Task) -> list[Any]:
+        """Return a task's operands. Files are read ahead of it, once the writes that it waits for have ended."""
+        while len(self._writing) > self._moves.waiting[number]:
+            for writing in self._writing.popleft():
+                writing.exception()  # which is said when the step ends: other processes are in it too
+        for v in self._moves.ahead[number]:
+            leaf, rows = self._moves.reads[v]
+            self._reading[v] = leaf.home.fetch(leaf.name, self._place(v), rows)
+        self.here |= {v: self._reading.pop(v).result() for v in self._moves.now[number]}
         self.send(task)
         return values_of(self._there if task.on_cores else self.here, task.inputs)
 
-    def put(self, task: Task, results: Sequence[Any], place: Callable[[Var], Sharding]) -> None:
+    def put(self, task: Task, results: Sequence[Any]) -> None:
         """Keep a task's results where others read them."""
         n = len(task.outputs)
         defined = dict(zip(task.outputs, results[:n], strict=True))
         if task.on_cores:
             self._there |= defined
-            self.here |= {v: cores.brought_back(defined[v], place(v)) for v in task.up}
+            self.here |= {v: cores.brought_back(defined[v], self._place(v)) for v in task.up}
         else:
             self.here |= defined
             self._there |= zip(task.down, results[n:], strict=True)
 
-    def drop(self, over: Sequence[Var]) -> None:
-        """Forget values, and free those that were donated, unless another variable holds them."""
-        gone = {v: self.here.pop(v, None) for v in over}
-        for v in over:
+    def drop(self, number: int, task: Task) -> None:
+        """Forget the values that a task reads last, and free those that were donated, unless another variable holds
+        them. Start to write the results that are due, and forget them too."""
+        gone = {v: self.here.pop(v, None) for v in (*task.over, *self._moves.now[number])}
+        for v in task.over:
             self._there.pop(v, None)
         own = [x for v, x in gone.items() if v in self._donated and isinstance(x, jax.Array)]
         left = [x for x in own if not x.is_deleted()]
@@ -286,6 +302,18 @@ class _Values:
         for x in left:
             if id(x) not in live:
                 x.delete()
+        due = self._moves.due[number]
+        if parts := [(v, *part) for v in due for part in self._moves.writes[v]]:
+            self._writing.append([leaf.home.put(leaf.name, self.here[v], rows) for v, leaf, rows in parts])
+        for v in {*due}.difference(variables(self._outputs)):
+            del self.here[v]
+
+    def results(self) -> list[Any]:
+        """Return the step's results."""
+        others, leaves = values_of(self.here, self._outputs), self._moves.what.tokens
+        tokens = {home: home.advance() for home in dict.fromkeys(leaf.home for leaf in leaves.values())}
+        rest = iter(others)
+        return [tokens[leaves[k].home] if k in leaves else next(rest) for k in range(len(others) + len(leaves))]
 
 
 def _as_arrays(xs: Sequence[Any], bring: Jit) -> list[Any]:
