@@ -37,28 +37,27 @@ class OnFiles:
     Attributes:
       program: the step. Its last inputs are the leaves to read, and its last results are the leaves to write.
       reads: input that is read -> its token and its leaf.
-      writes: the leaf of each result that is written. A leaf that the step hands on unchanged is not written.
+      writes: the results that are written, each with its leaf. A leaf that the step hands on unchanged is not written.
       tokens: position of a result of the step that is a token -> its leaf.
     """
 
     program: Program
     reads: Mapping[Var, tuple[Atom, Place]]
-    writes: Sequence[Place]
+    writes: Sequence[tuple[Atom, Place]]
     tokens: Mapping[int, Place]
 
     @property
-    def n_others(self) -> int:
-        """The number of results that are not tokens."""
-        return len(self.program.outputs) - len(self.writes)
+    def outputs(self) -> Sequence[Atom]:
+        """The step's results that are not tokens."""
+        return self.program.outputs[: len(self.program.outputs) - len(self.writes)]
 
     @property
     def ends(self) -> dict[Var, Ends]:
         """Return where ranges of rows end in the files, for leaves that are read and results that are only written."""
         times = Counter(variables(self.program.outputs))
         used = {v for eqn in self.program.eqns for v in variables(eqn.invars)}
-        written = zip(self.program.outputs[self.n_others :], self.writes, strict=True)
         found = {v: leaf for v, (_, leaf) in self.reads.items()}
-        found |= {v: leaf for v, leaf in written if isinstance(v, Var) and times[v] == 1 and v not in used}
+        found |= {v: leaf for v, leaf in self.writes if isinstance(v, Var) and times[v] == 1 and v not in used}
         return {v: leaf.home.ends(leaf.name) for v, leaf in found.items()}
 
     def places(self, devices: Set[Any]) -> dict[Var, Sharding]:
@@ -67,16 +66,21 @@ class OnFiles:
         Raises:
           ValueError: the state is divided between other devices.
         """
-        alone = SingleDeviceSharding(next(iter(devices)), memory_kind=HOST_KIND) if len(devices) == 1 else None
-        for _, leaf in self.reads.values():
-            if alone is None and not leaf.on_its_way.device_set <= devices:
+        found = dict[Var, Sharding]()
+        for v, (_, leaf) in self.reads.items():
+            found[v] = cast(Sharding, leaf.sharding)
+            if len(devices) == 1:
+                (device,) = devices
+                alone = SingleDeviceSharding(device, memory_kind=HOST_KIND)
+                found[v] = found[v] if found[v].device_set == devices else alone
+            elif not found[v].device_set <= devices:
+                there, here = (", ".join(sorted(map(str, each))) for each in (found[v].device_set, devices))
                 raise ValueError(
-                    f"disk: the state is on {_devices(leaf.on_its_way.device_set)}, {leaf.name} as {leaf.on_its_way}, "
-                    f"and the step runs on {_devices(devices)}. Fix: disk.resume(target) with the shardings that the "
-                    "parameters have now, jo.abstract_state(tx, params) in the state's place."
+                    f"disk: the state is on {there}, {leaf.name} as {found[v]}, and the step runs on {here}. Fix: "
+                    "disk.resume(target) with the shardings that the parameters have now, "
+                    "jo.abstract_state(tx, params) in the state's place."
                 )
-        here = {v: leaf.on_its_way for v, (_, leaf) in self.reads.items()}
-        return {v: s if alone is None or s.device_set == devices else alone for v, s in here.items()}
+        return found
 
 
 def files_of(step: Program) -> OnFiles:
@@ -98,13 +102,10 @@ def files_of(step: Program) -> OnFiles:
         else:
             _check_equation(eqn, reads, written)
             eqns.append(eqn)
-    if not reads and not written:
-        return OnFiles(step, {}, [], {})
     inputs, tokens = {*step.inputs}, {*variables(v for v, _ in reads.values())}
-    known = all(isinstance(v, Var) and v in inputs for v, _ in reads.values())
-    if not known or any(not tokens.isdisjoint(variables(eqn.invars)) for eqn in eqns):
-        raise ValueError(_COMPUTES)
-    if any(isinstance(v, Var) and v in reads for v in step.outputs):
+    given = all(isinstance(v, Var) and v in inputs for v, _ in reads.values())
+    read_again = any(not tokens.isdisjoint(variables(eqn.invars)) for eqn in eqns)
+    if not given or read_again or not reads.keys().isdisjoint(variables(step.outputs)):
         raise ValueError(_COMPUTES)
     found = {k: written[v] for k, v in enumerate(step.outputs) if isinstance(v, Var) and v in written}
     kept = {place for _, place in found.values()}
@@ -127,7 +128,7 @@ def files_of(step: Program) -> OnFiles:
     program = dataclasses.replace(
         step, inputs=[*step.inputs, *reads], eqns=eqns, outputs=[*rest, *(x for x, _ in writes)],
     )  # fmt: skip
-    return OnFiles(program, reads, [place for _, place in writes], {k: place for k, (_, place) in found.items()})
+    return OnFiles(program, reads, writes, {k: place for k, (_, place) in found.items()})
 
 
 _COMPUTES = (
@@ -164,10 +165,6 @@ def _check_equation(eqn: Equation, reads: Mapping[Var, Any], written: Mapping[Va
         raise ValueError(_COMPUTES)
 
 
-def _devices(devices: Set[Any]) -> str:
-    return ", ".join(sorted(map(str, devices)))
-
-
 # ---- moved while it runs ---------------------------------------------------------------------------------------------
 
 
@@ -197,8 +194,8 @@ class Moves:
         for v, (_, leaf) in what.reads.items():
             self.reads |= {v: (leaf, None), **{w: (leaf, rows) for w, rows in parts.get(v, ())}}
         self.writes: dict[Var, list[Part]] = {}
-        for v, leaf in zip(variables(what.program.outputs[what.n_others :]), what.writes, strict=True):
-            for w, rows in parts.get(v) or [(v, None)]:
+        for v, leaf in what.writes:
+            for w, rows in parts.get(cast(Var, v)) or [(cast(Var, v), None)]:
                 self.writes.setdefault(w, []).append((leaf, rows))
         self.now = [[v for v in task.inputs if v in self.reads] for task in tasks]
         self.due = self._when_written(tasks)

@@ -249,7 +249,7 @@ class _Values:
         self, given: dict[Var, Any], donated: Set[Var], moves: Moves, place: Callable[[Var], Sharding]
     ) -> None:
         self.here, self._there, self._donated, self._place = given, dict[Var, Any](), donated, place
-        self._moves, self._outputs = moves, moves.what.program.outputs[: moves.what.n_others]
+        self._moves, self._outputs = moves, moves.what.outputs
         self._reading: dict[Var, Future[jax.Array]] = {}
         self._writing: deque[list[Future[None]]] = deque()
         for token, leaf in moves.what.reads.values():
