@@ -189,7 +189,7 @@ class Moves:
     """
 
     def __init__(self, what: OnFiles, step: Staged, tasks: Sequence[Task]) -> None:
-        self.what, parts = what, step.rows.parts
+        self.what, parts = what, step.parts
         self.reads = dict[Var, Part]()
         for v, (_, leaf) in what.reads.items():
             self.reads |= {v: (leaf, None), **{w: (leaf, rows) for w, rows in parts.get(v, ())}}

@@ -42,7 +42,7 @@ from jax_offload._drive.cores import is_sent
 from jax_offload._drive.files import Moves, files_of
 from jax_offload._drive.kernel import OnePass, one_pass
 from jax_offload._drive.segments import arranged, in_turn, sending_rows
-from jax_offload._drive.stages import BEFORE, GROUP, Staged, Task, staged, tasks_of
+from jax_offload._drive.stages import BEFORE, Staged, Task, staged, tasks_of
 from jax_offload._ir.program import flat, numbered, structure
 from jax_offload._ir.propagate import Node
 from jax_offload._step.checked import check_order, tell
@@ -86,7 +86,7 @@ class Driven:
         self._everywhere = _everywhere(placed, self._devices)
         self._places: dict[Var, Sharding] = {v: s for v, s in zip(own, placed, strict=True) if s is not None}
         self._places |= self._files.places(self._devices) | found.scattered
-        self._like = {w: v for v, parts in found.rows.parts.items() for w, _ in parts} | found.next_of
+        self._like = {w: v for v, parts in found.parts.items() for w, _ in parts} | found.next_of
         self._donated = {v for v, given in zip(own, donated, strict=True) if given}
         self._compiled, self._key_of = dict[Hashable, Jit](), numbered()
         self._step, tasks = self._scheduled(found, segments)
@@ -102,7 +102,7 @@ class Driven:
             found = arranged(step, may_be_cut=segments and self._may_be_cut(step)) if len(step.stages) > 1 else step
             tasks = tasks_of(found, free)
             nodes = [Node(task, task.inputs, task.makes, takes={*task.over}) for task in tasks]
-            parts = [w for each in found.rows.parts.values() for w, _ in each]
+            parts = [w for each in found.parts.values() for w, _ in each]
             check_order(nodes, [*found.consts, *found.arguments, *parts], found.results)
             return found, tasks
         except Exception as fault:
@@ -111,7 +111,7 @@ class Driven:
 
     def __call__(self, args: Sequence[Any]) -> list[Any]:
         """Return the step's flat results, given its flat arguments."""
-        arrays = [*self._constants, *_as_arrays(args, self._bring)]
+        arrays = [*self._constants, *self._arrays(args)]
         given = dict(zip([*self._step.consts, *self._step.arguments], arrays, strict=False))
         times = Counter(map(id, arrays))
         for v in self._donated:  # which the caller gives twice, or hands on from a branch: only a copy is ours
@@ -138,10 +138,16 @@ class Driven:
         """Brings values to the step's memory."""
         return jit(lambda xs: xs, out_shardings=self._everywhere)
 
+    def _arrays(self, xs: Sequence[Any]) -> list[Any]:
+        """Make arrays of numbers and of NumPy arrays, which may be rewritten, as ``jax.jit`` does. jax's own arrays and
+        the tokens of leaves on disk stay as they are."""
+        others = {k: x for k, x in enumerate(xs) if not isinstance(x, jax.Array | Token)}
+        brought = self._bring(others) if others else others
+        return [brought.get(k, x) for k, x in enumerate(xs)]
+
     @functools.cached_property
     def _constants(self) -> list[Any]:
-        consts = self._step.consts.values()
-        return _as_arrays([x if isinstance(x, jax.Array) else np.asarray(x) for x in consts], self._bring)
+        return self._arrays([x if isinstance(x, jax.Array) else np.asarray(x) for x in self._step.consts.values()])
 
     @property
     def first(self) -> tuple[Task, Callable[..., Sequence[Any]], Staged]:
@@ -177,10 +183,9 @@ class Driven:
     def _program(self, task: Task) -> Callable[..., Sequence[Any]]:
         """Make the program of a task; tasks that do the same share it."""
         jaxpr, made, places = task.jaxpr, [*task.outputs, *task.down], self.result_places(task)
-        shared = task.name in (BEFORE, GROUP) or task.on_cores
-        what = structure(jaxpr, self._key_of) if shared else id(task)
         turns = [made.index(v) for v in self._step.in_turn if v in made] if task.name == BEFORE else []
-        key = what, task.on_cores, len(task.down), task.reused, tuple(places), tuple(turns)
+        what = structure(jaxpr, self._key_of)
+        key = what, task.name, len(task.down), task.reused, tuple(places), tuple(turns)
         if key in self._compiled:
             return self._compiled[key]
         n, alone = len(task.outputs), len(self._devices) == 1
@@ -314,16 +319,6 @@ class _Values:
         tokens = {home: home.advance() for home in dict.fromkeys(leaf.home for leaf in leaves.values())}
         rest = iter(others)
         return [tokens[leaves[k].home] if k in leaves else next(rest) for k in range(len(others) + len(leaves))]
-
-
-def _as_arrays(xs: Sequence[Any], bring: Jit) -> list[Any]:
-    """Make arrays of numbers and of NumPy arrays, which may be rewritten, as ``jax.jit`` does. jax's own arrays and the
-    tokens of leaves on disk stay as they are."""
-    found = list(xs)
-    if others := [k for k, x in enumerate(xs) if not isinstance(x, jax.Array | Token)]:
-        for k, x in zip(others, bring([xs[k] for k in others]), strict=True):
-            found[k] = x
-    return found
 
 
 def places_of(args: Sequence[Any]) -> list[Sharding | None]:
