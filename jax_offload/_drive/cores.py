@@ -125,9 +125,11 @@ def replicas_of(x: jax.Array) -> dict[Box, list[jax.Array]]:
 
 
 def memory_of(x: jax.Array) -> Any:
-    """Return an array's memory as a view, or a copy where host memory has no address. XLA does not know of it, so that
-    it can still donate the array."""
-    if not has_addresses(x.sharding.device_set):
+    """Return an array's memory as a view; a copy where it has no address, or another layout than row by row.
+
+    XLA does not know of the view, so that it can still donate the array.
+    """
+    if not has_addresses(x.sharding.device_set) or x.format.layout.major_to_minor != tuple(range(x.ndim)):
         return np.asarray(x)
     buffer = (ctypes.c_char * x.nbytes).from_address(jax.block_until_ready(x).unsafe_buffer_pointer())
     return np.frombuffer(buffer, x.dtype).reshape(x.shape)
