@@ -16,8 +16,7 @@ from jax.sharding import AxisType, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_offload as jo
-from jax_offload._drive import stages
-from jax_offload._plan import transfers
+from tests.support.sizes import set_sizes
 from tests.support.trees import assert_same, copied
 
 pytestmark = [
@@ -252,8 +251,8 @@ PART = 2 * WIDTH * WIDTH  # bytes: a quarter of a layer's state
 def test_values_on_disk(part, group, order, disk, monkeypatch):
     """Small leaves on the device are updated beside the groups."""
     if part is not None:
-        monkeypatch.setattr(transfers, "PART_BYTES", part)
-    monkeypatch.setattr(stages, "GROUP_BYTES", group)
+        set_sizes(monkeypatch.setattr, part=part)
+    set_sizes(monkeypatch.setattr, group=group)
     tx, params = offload(ADAMW, "device", disk=disk, order=order), model()
     step, plain, state = jo.jit(step_of(tx), donate_argnums=(0, 1)), jax.jit(step_of(ADAMW)), tx.init(params)
     for _ in range(4):
