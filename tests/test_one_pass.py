@@ -223,7 +223,7 @@ def test_arrays_of_another_layout_are_read_as_they_are(donated, kernels):
     want, _ = jax.jit(lambda p: jo.update_params(inner, jax.tree.map(jnp.sin, p), inner.init(p), p))(params)
     assert kernels
     for name in SHAPES:
-        np.testing.assert_allclose(got[name], want[name], rtol=1e-6)
+        np.testing.assert_allclose(got[name], want[name], rtol=1e-5, atol=1e-6)
 
 
 def test_memory_that_is_not_ours_is_not_written(kernels):
