@@ -186,14 +186,12 @@ def offload(
             state = guarded(state, home=home, where="init")
             if around().runs:
                 warn_of_nothing(plan)
-                return state
+                return refused(state, plan)
             return marked(state, plan, policy, places_of(disk, plan, jax.tree.leaves(state)))
 
         leaves = jax.tree.leaves(params)
         if not leaves or any(isinstance(x, Tracer) or not is_array(x) for x in leaves) or under_jit():
             state = create(params)
-            if disk is not None and around().runs:
-                state = refused(state, policy, params)
         else:
             # One compiled program, also in eager use: XLA makes a leaf, sends it to the host and makes the next, and a
             # sharded leaf is born sharded.
