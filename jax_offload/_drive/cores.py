@@ -129,7 +129,8 @@ def memory_of(x: jax.Array) -> Any:
 
     XLA does not know of the view, so that it can still donate the array.
     """
-    if not has_addresses(x.sharding.device_set) or x.format.layout.major_to_minor != tuple(range(x.ndim)):
+    layout = cast(Any, x).format.layout
+    if not has_addresses(x.sharding.device_set) or layout.major_to_minor != tuple(range(x.ndim)):
         return np.asarray(x)
     buffer = (ctypes.c_char * x.nbytes).from_address(jax.block_until_ready(x).unsafe_buffer_pointer())
     return np.frombuffer(buffer, x.dtype).reshape(x.shape)
