@@ -75,7 +75,7 @@ def jit(fun: Callable[..., Any] | None = None, **options: Any) -> Any:
     return Jitted(fun, options)
 
 
-@jax.tree_util.register_pytree_node_class
+@jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True, eq=False)
 class Undone:
     """A step that jax has traced and Python drives. It stands for each of the step's results, a tree without leaves.
@@ -95,13 +95,6 @@ class Undone:
     static: Set[int | str]
     programs: dict[Hashable, tuple[Driven, Sequence[bool]]] = dataclasses.field(default_factory=dict[Any, Any])
     shardings: dict[tuple[Sharding, int], Sharding] = dataclasses.field(default_factory=dict[Any, Any])
-
-    def tree_flatten(self) -> tuple[tuple[()], Undone]:
-        return (), self
-
-    @classmethod
-    def tree_unflatten(cls, undone: Undone, _: Any) -> Undone:
-        return undone
 
     @classmethod
     def left(cls, step: ClosedJaxpr, result: Any, static: Set[int | str]) -> Any:
@@ -179,14 +172,15 @@ def _renamed(arrays: list[jax.Array]) -> list[jax.Array]:
 
 def _put(tree: Any, places: Any) -> Any:
     """Put a tree where a prefix tree of shardings says; ``None`` leaves a part where it is."""
-    broadcast = jax.tree.broadcast(places, tree, is_leaf=lambda x: x is None)
-    leaves, treedef = jax.tree.flatten(tree)
-    where = jax.tree.leaves(broadcast, is_leaf=lambda x: x is None)
-    moved = [
-        x if s is None or isinstance(x, Token) or getattr(x, "sharding", None) == s else jax.device_put(x, s)
-        for x, s in zip(leaves, where, strict=True)
-    ]
-    return jax.tree.unflatten(treedef, moved)
+
+    def moved(place: Any, x: Any) -> Any:
+        there = isinstance(x, Token) or getattr(x, "sharding", None) == place
+        return x if there else jax.device_put(x, place)
+
+    def put(place: Any, part: Any) -> Any:
+        return part if place is None else jax.tree.map(functools.partial(moved, place), part)
+
+    return jax.tree.map(put, places, tree, is_leaf=lambda x: x is None)
 
 
 class Step:

@@ -47,9 +47,8 @@ from jax_offload._ir.slices import Slice
 from jax_offload._plan.in_scan import InScan
 from jax_offload._plan.plan import Gate, Planned
 from jax_offload._step.canonical import canonical
-from jax_offload._step.checked import CannotRewrite, check_order, check_program, tell
+from jax_offload._step.checked import CannotRewrite, check_order, check_program, tell, unreturned
 from jax_offload._step.parts import Parts, parts_of
-from jax_offload._step.returned import unreturned
 
 Drive = Callable[[ClosedJaxpr, Any, Set[int | str]], Any]
 
