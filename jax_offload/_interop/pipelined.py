@@ -306,7 +306,8 @@ class Pipelined:
         traced = self._by_name.trace(types.carried, rest, *static)
         key = traced.jaxpr, types
         if key not in self._programs:
-            self._programs[key] = Rotated(traced, types, self._names, self._program, gradients_on_host=self.on_host)
+            how = {"statics": len(static), "gradients_on_host": self.on_host}
+            self._programs[key] = Rotated(traced, types, self._names, self._program, **how)
         return self._programs[key]
 
     def _before(self, types: Types, given: tuple[Sequence[Any], Mapping[str, Any]], *static: Any) -> Any:

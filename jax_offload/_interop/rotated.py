@@ -81,6 +81,7 @@ class Rotated:
         names: Sequence[str],
         following: Callable[..., Rotated],
         *,
+        statics: int,
         gradients_on_host: bool,
     ) -> None:
         """Turn a step around.
@@ -90,6 +91,7 @@ class Rotated:
           types: of its carried arguments.
           names: of its carried arguments.
           following: the step for carried arguments of these types, for others by name, and for static arguments.
+          statics: how many static arguments it has.
           gradients_on_host: whether its gradients wait for the update in host memory.
         """
         self.types, leaves, carried = types, types.leaves, dict(zip(names, types.carried, strict=True))
@@ -147,7 +149,7 @@ class Rotated:
 
         after = dict(zip(self._own, types.places, strict=True))
         where = {"donate_argnums": (0, 1), "out_shardings": ((after, None, None), None, None, None)}
-        self.train = Jitted(train, where)
+        self.train = Jitted(train, {"static_argnums": range(4, 4 + statics), **where})
         self.finish = Jitted(self._after, {"donate_argnums": 0, "out_shardings": (types.places, None)})
         self.look = Jitted(self._current, {"static_argnums": (3, 4)})
 

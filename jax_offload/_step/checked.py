@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from jax_offload._base.jaxprs import Atom, Equation, Var, inner_of, variables
+from jax_offload._base.jaxprs import Atom, Var, variables
 from jax_offload._base.memory import is_host_aval
 from jax_offload._emit.find import holds_update, is_update
 from jax_offload._emit.region import Update
@@ -101,7 +101,7 @@ def check_order(parts: Sequence[Node], given: Iterable[Var], results: Iterable[V
 
 
 def check_program(program: Program) -> None:
-    """Check the order of a program's equations, and that types and memory agree with what a branch or an update takes.
+    """Check the order of a program's equations, and that types and memory agree with what an update takes.
 
     Raises:
       CannotRewrite: an operand is missing, a value is made twice, or two types differ.
@@ -111,27 +111,22 @@ def check_program(program: Program) -> None:
     made = [*program.inputs, *(v for eqn in program.eqns for v in eqn.outvars)]
     if len({*made}) < len(made):
         raise CannotRewrite("two equations make one value")
-    for eqn in program.eqns:
-        _check_calls(eqn)
-
-
-def _check_calls(eqn: Equation) -> None:
-    if is_update(eqn):
+    for eqn in filter(is_update, program.eqns):
         own: Program = eqn.params["update"].program
-        _check_types("an update", [*eqn.invars, *own.outputs], [*own.inputs[len(own.consts) :], *eqn.outvars])
+        _check_types([*eqn.invars, *own.outputs], [*own.inputs[len(own.consts) :], *eqn.outvars])
         check_program(own)
-    for inner in inner_of(eqn):
-        if eqn.primitive.name == "cond":  # a loop slices its operands, and stacks its results
-            jaxpr = inner.jaxpr
-            _check_types("a branch", [*eqn.invars[1:], *jaxpr.outvars], [*jaxpr.invars, *eqn.outvars])
-        for each in inner.jaxpr.eqns:
-            _check_calls(each)
 
 
-def _check_types(what: str, have: Sequence[Atom], want: Sequence[Atom]) -> None:
+def _check_types(have: Sequence[Atom], want: Sequence[Atom]) -> None:
     for x, v in zip(have, want, strict=True):
-        if (x.aval.shape, x.aval.dtype, is_host_aval(x.aval)) != (v.aval.shape, v.aval.dtype, is_host_aval(v.aval)):
-            raise CannotRewrite(f"{what} has {x.aval} in place of {v.aval}")
+        if not same_memory(x, v):
+            raise CannotRewrite(f"an update has {x.aval} in place of {v.aval}")
+
+
+def same_memory(x: Atom, v: Atom) -> bool:
+    """Whether two values have one type, and are in one memory."""
+    a, b = x.aval, v.aval
+    return (a.shape, a.dtype, is_host_aval(a)) == (b.shape, b.dtype, is_host_aval(b))
 
 
 def tell(what: str, fault: Exception) -> str:

@@ -5,14 +5,13 @@ from __future__ import annotations
 import dataclasses
 import functools
 import warnings
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Sequence, Set
 from typing import Any
 
 import jax
 from jax.core import Tracer
 
 from jax_offload._base.barriers import gate
-from jax_offload._base.donation import guarded
 from jax_offload._base.jaxprs import (
     ClosedJaxpr,
     Equation,
@@ -27,27 +26,25 @@ from jax_offload._base.jaxprs import (
     ordered,
     scan_of,
     sharded_like,
-    values_of,
     variables,
     without_dead_code,
 )
 from jax_offload._base.jaxprs import (
     closed as as_closed,
 )
-from jax_offload._base.memory import is_host_aval, on_host
 from jax_offload._base.on_disk import READ, WRITE, is_on_disk
 from jax_offload._emit.find import holds_update, is_update
 from jax_offload._emit.hoisted import scanned
 from jax_offload._emit.region import Update, bound, marked
-from jax_offload._emit.rows import Names, or_batched
+from jax_offload._emit.rows import or_batched
 from jax_offload._emit.run import functions
-from jax_offload._ir.program import Program, expanded, flat, replaced, traced_for, without_effects_of_axes
+from jax_offload._ir.program import Builder, Program, expanded, flat, replaced, traced_for, without_effects_of_axes
 from jax_offload._ir.propagate import Node
 from jax_offload._ir.slices import Slice
 from jax_offload._plan.in_scan import InScan
 from jax_offload._plan.plan import Gate, Planned
 from jax_offload._step.canonical import canonical
-from jax_offload._step.checked import CannotRewrite, check_order, check_program, tell, unreturned
+from jax_offload._step.checked import CannotRewrite, check_order, same_memory, tell, unreturned
 from jax_offload._step.parts import Parts, parts_of
 
 Drive = Callable[[ClosedJaxpr, Any, Set[int | str]], Any]
@@ -74,8 +71,7 @@ def rewritten(step: Callable[..., Any], drive: Drive | None = None) -> Callable[
         if drive is not None and (on_disk or is_driven(closed)):
             return drive(closed, result, {*fixed, *named})
         leaves = jax.tree.leaves(([x for i, x in enumerate(args) if i not in fixed], given))
-        results = emitted(closed, leaves) if _updates(closed) else jax_fun(closed)(*leaves)
-        return jax.tree.unflatten(result, results)
+        return jax.tree.unflatten(result, jax_fun(emitted(closed) if _updates(closed) else closed)(*leaves))
 
     return run
 
@@ -109,8 +105,8 @@ def _holds_driven(eqn: Equation) -> bool:
     return holds(eqn, driven)
 
 
-def emitted(closed: ClosedJaxpr, args: Sequence[Any]) -> list[Any]:
-    """Emit the step into the current trace, and return its results for flat arguments."""
+def emitted(closed: ClosedJaxpr) -> ClosedJaxpr:
+    """Return the step as it is to run, with the same arguments and results."""
     program = flat(closed)
     lost = unreturned(program)
     if lost is not None and not lost.meant:
@@ -120,81 +116,77 @@ def emitted(closed: ClosedJaxpr, args: Sequence[Any]) -> list[Any]:
             stacklevel=2,
         )
     if any(map(_holds_driven, program.eqns)):
-        return _as_it_is(closed, (_cut_at(program),), args)
+        return _saying(closed, [_cut_at(program)])
     if lost is not None:
-        return _as_it_is(closed, (lost.why,), args)
+        return _saying(closed, [lost.why])
     try:
         plain = canonical(program)
-        check_program(plain)
         found = None if ordered(plain.effects) else parts_of(_noted_inside(plain))
         if found is not None and found.moved:
-            return _traced(found, args)
+            return _put_together(found).closed
     except Exception as fault:  # whatever is wrong with a rewritten step, the one that was written runs
-        return _as_it_is(closed, (tell("the step runs as written, and hides no transfers", fault),), args)
-    if found is None:
-        if (by_step := _by_step(closed, program)) is not None:
-            return jax_fun(by_step)(*args)
-        return _as_it_is(closed, _why_not(closed, program), args)
-    return _as_it_is(closed, found.stays, args)
+        return _saying(closed, [tell("the step runs as written, and hides no transfers", fault)])
+    if found is not None:
+        return _saying(closed, found.stays)
+    return _by_step(program) or _saying(closed, _why_not(program))
 
 
-def _traced(found: Parts, args: Sequence[Any]) -> list[Any]:
-    """Run the parts. They are traced and checked by themselves first, so that a failure leaves nothing in the trace."""
-    traced, _ = jaxpr_of(lambda *args: _in_parts(found, args), *args)
-    return jax_fun(traced)(*args)
-
-
-def _in_parts(found: Parts, args: Sequence[Any]) -> list[Any]:
-    """Run the parts one after the other on the program's values, and return the step's results.
+def _put_together(found: Parts) -> Program:
+    """Return the step's program, made of its parts in their order.
 
     Raises:
       CannotRewrite: a part lacks an operand, or makes another result.
     """
-    program, names = found.step.program, found.step.names
+    program, new = found.step.program, Builder()
     check_order(found.parts, program.inputs, variables(program.outputs))
-    env: dict[Var, Any] = dict(zip(program.inputs, [*program.consts, *args], strict=True))
     for part in found.parts:
-        if isinstance(part.payload, Gate):
-            gate(env, part.payload.held, part.payload.waits_for)
+        this = (
+            part.payload.slice if isinstance(part.payload, Planned) and not part.payload.slice.loads else part.payload
+        )
+        if isinstance(this, Slice):
+            for eqn in this.jaxpr.eqns:
+                new.put(eqn)
             continue
-        results = _run(part, [env[v] for v in part.reads], names, found.stays)
-        for v, x in zip(part.makes, results, strict=True):
-            if (x.shape, x.dtype, on_host(x)) != (v.aval.shape, v.aval.dtype, is_host_aval(v.aval)):
-                raise CannotRewrite(f"a part makes {jax.typeof(x)} in place of {v.aval}")
-            env[v] = x
-    return guarded(values_of(env, program.outputs), list(args))
+        reads, makes = (part.reads, part.reads) if isinstance(this, Gate) else (part.reads, part.makes)
+        results = new.run(functools.partial(_run, found, part), *new.read(reads))
+        for v, x in zip(makes, results, strict=True):
+            if not same_memory(v, x):
+                raise CannotRewrite(f"a part makes {x.aval} in place of {v.aval}")
+        new.names.update(zip(makes, results, strict=True))
+    return dataclasses.replace(program, eqns=new.eqns, outputs=new.read(program.outputs))
 
 
-def _run(part: Node, operands: Sequence[Any], names: Names, stays: tuple[str, ...]) -> Sequence[Any]:
-    """Run a part on its operands. ``stays``: why the rest of an update does not move."""
-    this: Slice | InScan | Update | Planned = part.payload
+def _run(found: Parts, part: Node, *operands: Any) -> Sequence[Any]:
+    """Run a part on its operands."""
+    this: InScan | Update | Planned | Gate = part.payload
+    names = found.step.names
 
-    def named(operands: Sequence[Any]) -> dict[Var, Any]:
+    def given(operands: Sequence[Any]) -> dict[Var, Any]:
         return dict(zip(part.reads, operands, strict=True))
 
-    def made(produced: Mapping[Var, Any]) -> list[Any]:
-        return [produced[v] for v in part.makes]
-
-    if isinstance(this, InScan):
-        as_written = this.as_written
-
-        def one_by_one(*xs: Any) -> list[Any]:
-            given = named(xs)
-            return as_written.run(*(given[v] for v in as_written.inputs))
-
-        run = or_batched(lambda *xs: made(scanned(this, named(xs), names)), one_by_one)
-        return marked(lambda xs: run(*xs), operands, part.reads, this)
-    if isinstance(this, Update):
-        return bound(dataclasses.replace(this, stays=stays), operands)
-    if isinstance(this, Planned) and this.slice.loads:
-
-        def piece(operands: Sequence[Any]) -> list[Any]:
-            env = named(operands)
+    def made(operands: Sequence[Any]) -> list[Any]:
+        env = given(operands)
+        if isinstance(this, Planned):
             functions([this], names)(this, env)
-            return made(env)
+        elif isinstance(this, InScan):
+            env = scanned(this, env, names)
+        return [env[v] for v in part.makes]
 
-        return marked(piece, operands, part.reads, this)
-    return (this.slice if isinstance(this, Planned) else this).run(*operands)
+    if isinstance(this, Gate):
+        gate(env := given(operands), this.held, this.waits_for)
+        return [env[v] for v in part.reads]
+    if isinstance(this, Update):
+        return bound(dataclasses.replace(this, stays=found.stays), operands)
+    if isinstance(this, Planned):
+        return marked(made, operands, part.reads, this)
+    as_written = this.as_written
+
+    def one_by_one(*xs: Any) -> list[Any]:
+        env = given(xs)
+        return as_written.run(*(env[v] for v in as_written.inputs))
+
+    run = or_batched(lambda *xs: made(xs), one_by_one)
+    return marked(lambda xs: run(*xs), operands, part.reads, this)
 
 
 def _cut_at(program: Program) -> str:
@@ -203,31 +195,15 @@ def _cut_at(program: Program) -> str:
     return f"the step is cut at it, as {why}"
 
 
-def _as_it_is(closed: ClosedJaxpr, why: tuple[str, ...], args: Sequence[Any]) -> list[Any]:
-    """Run the step unchanged, except that its updates say why."""
-    return jax_fun(_saying(closed, why))(*args)
-
-
-def _noted_inside(program: Program) -> Program:
-    """Return a step with an update of its own and others in branches or loops, which then say why they stay there."""
-    own = frozenset(id(eqn.params["update"]) for eqn in program.eqns if is_update(eqn))
-    inside = [eqn for eqn in program.eqns if not is_update(eqn) and holds_update(eqn)]
-    if not own or not inside:
-        return program
-    words = "another update runs in a {} of the step, and stays there"
-    why = dict.fromkeys(located(words.format(eqn.primitive.name), eqn) for eqn in inside)
-    return flat(_saying(program.closed, tuple(why), own))
-
-
-def _saying(closed: ClosedJaxpr, why: tuple[str, ...], but: Set[int] = frozenset()) -> ClosedJaxpr:
+def _saying(closed: ClosedJaxpr, why: Iterable[str], but: Set[int] = frozenset()) -> ClosedJaxpr:
     """Return the same program with a reason in its updates, except those with the identities ``but``."""
-    if not why:
+    if not (stays := tuple(why)):
         return closed
 
     def with_reasons(eqn: Equation) -> Program | None:
         if not is_update(eqn) or id(eqn.params["update"]) in but:
             return None
-        update = dataclasses.replace(eqn.params["update"], stays=why)
+        update = dataclasses.replace(eqn.params["update"], stays=stays)
         noted = eqn.replace(params=eqn.params | {"update": update})
         ins = [Var(v.aval) if isinstance(v, Literal) else v for v in eqn.invars]
         return Program(ins, list(eqn.outvars), [noted.replace(invars=ins)], [], closed.jaxpr.debug_info)
@@ -235,17 +211,30 @@ def _saying(closed: ClosedJaxpr, why: tuple[str, ...], but: Set[int] = frozenset
     return as_closed(expanded(closed.jaxpr, with_reasons), closed.consts)
 
 
-def _by_step(closed: ClosedJaxpr, program: Program) -> ClosedJaxpr | None:
+def _noted_inside(program: Program) -> Program:
+    """Return a step with an update of its own and others in branches or loops, which then say why they stay there."""
+    own = frozenset(id(eqn.params["update"]) for eqn in program.eqns if is_update(eqn))
+    why = _inside("another update runs in a {} of the step, and stays there", program)
+    return flat(_saying(program.closed, why, own)) if own and why else program
+
+
+def _inside(words: str, program: Program) -> dict[str, None]:
+    """The reasons why updates in branches and loops stay there."""
+    inside = (eqn for eqn in program.eqns if not is_update(eqn) and holds_update(eqn))
+    return dict.fromkeys(located(words.format(eqn.primitive.name), eqn) for eqn in inside)
+
+
+def _by_step(program: Program) -> ClosedJaxpr | None:
     """Rewrite the body of a loop over steps, or of a ``shard_map``, that holds a step's only update, as a step."""
     holding = [eqn for eqn in program.eqns if holds_update(eqn)]
-    if len(holding) != 1 or closed.effects:
+    if len(holding) != 1 or program.effects:
         return None
     (eqn,) = holding
     if (scan := scan_of(eqn)) is not None:
         run = functools.partial(_steps, scan)
     elif eqn.primitive.name == "shard_map" and not _varies_behind_barriers(eqn):
         body = without_effects_of_axes(flat(as_closed(eqn.params["jaxpr"]))).closed
-        run = sharded_like(eqn, lambda *operands: emitted(body, operands))
+        run = sharded_like(eqn, lambda *operands: jax_fun(emitted(body))(*operands))
     else:
         return None
     return replaced(program, program.eqns.index(eqn), traced_for(eqn, run)).closed
@@ -257,18 +246,15 @@ def _varies_behind_barriers(eqn: Equation) -> bool:
 
 
 def _steps(scan: Scan, *operands: Any) -> list[Any]:
-    """Run a loop over steps, and emit each step by itself."""
-    carry, ys = scan.run(lambda *args: emitted(scan.body, args), *scan.parted(operands))
+    """Run a loop over steps, each as ``emitted``."""
+    carry, ys = scan.run(jax_fun(emitted(scan.body)), *scan.parted(operands))
     return [*carry, *ys]
 
 
-def _why_not(closed: ClosedJaxpr, plain: Program) -> tuple[str, ...]:
+def _why_not(program: Program) -> Iterable[str]:
     """Why no update moves in a step that stays unchanged."""
-    inside = [eqn for eqn in plain.eqns if not is_update(eqn) and holds_update(eqn)]
-    updates = [eqn for eqn in plain.eqns if is_update(eqn)]
-    if (updates or inside) and (names := ordered(closed.effects)):
-        whose = "" if only_callbacks(closed.effects) else f"of mutable arrays or checks ({', '.join(names)}) "
-        having = next(eqn for eqn in plain.eqns if ordered(eqn.effects))
-        return (located(f"the step has effects {whose}whose order would be lost", having),)
-    words = "it runs in a {} of the step, and only what each step runs once moves"
-    return tuple(located(words.format(eqn.primitive.name), eqn) for eqn in inside)
+    if any(map(holds_update, program.eqns)) and (names := ordered(program.effects)):
+        whose = "" if only_callbacks(program.effects) else f"of mutable arrays or checks ({', '.join(names)}) "
+        having = next(eqn for eqn in program.eqns if ordered(eqn.effects))
+        return [located(f"the step has effects {whose}whose order would be lost", having)]
+    return _inside("it runs in a {} of the step, and only what each step runs once moves", program)
