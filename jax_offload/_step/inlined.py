@@ -109,6 +109,25 @@ def localised(eqn: Equation) -> Update:
     )
 
 
+def joined(updates: Sequence[Update]) -> Update:
+    """Return one localised update of all leaves of several. Its equations are the first one's."""
+    first, programs = updates[0], [update.program for update in updates]
+    program = dataclasses.replace(
+        first.program,
+        inputs=list(dict.fromkeys(v for each in programs for v in each.inputs)),
+        shards={v: shards for each in programs for v, shards in each.shards.items()},
+    )
+    return dataclasses.replace(
+        first,
+        program=program,
+        gradients=tuple(dict.fromkeys(v for each in updates for v in each.gradients)),
+        names={v: name for each in updates for v, name in each.names.items()},
+        next_values={v: old for each in updates for v, old in each.next_values.items()},
+        claims=[claim for each in updates for claim in each.claims],
+        rank={v: rank for each in updates for v, rank in each.rank.items()},
+    )
+
+
 def consisting_of(update: Update, eqns: Sequence[Equation], wanted: Set[Var]) -> Update:
     """Build an update from some equations that returns their ``wanted`` results."""
     recipe, defined = update.program, {v for eqn in eqns for v in eqn.outvars}

@@ -5,19 +5,26 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Iterable, Mapping, Sequence, Set
+from typing import Any
 
-from jax_offload._base.jaxprs import Equation, Var, located, scan_of, variables
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jax_offload._base.barriers import together
+from jax_offload._base.jaxprs import Equation, Var, jax_fun, located, scan_of, variables
+from jax_offload._base.memory import is_host_aval
 from jax_offload._emit.find import is_update
 from jax_offload._emit.region import Update
 from jax_offload._ir.primitives import ELEMENTWISE
-from jax_offload._ir.program import Program
+from jax_offload._ir.program import Program, replaced, traced_for
 from jax_offload._ir.propagate import Mask, Node, forward, needed, topological, union
 from jax_offload._ir.slices import Slice, slice_of
 from jax_offload._plan.gates import in_turn, interleaved
 from jax_offload._plan.hoist import MICROBATCHES, Hoist
 from jax_offload._plan.in_scan import CannotHoist, InScan
 from jax_offload._plan.plan import Gate, Planned, Whole, Window
-from jax_offload._step.canonical import canonical, peeled, why_not_peeled
+from jax_offload._step.canonical import canonical
 from jax_offload._step.inlined import Inlined, consisting_of, inlined, opened
 
 IN_A_SHARD_MAP = "its gradients are made inside a shard_map; call the update inside the same shard_map"
@@ -61,14 +68,16 @@ def parts_of(plain: Program) -> Parts | None:
     ways = [(at, False) for at in summing] or [(at, True) for at in _reading_updated(plain)]
     whys: list[str] = []
     for at, first in ways:
-        why = why_not_peeled(plain, at)
-        again = None if why else inlined(opened(canonical(peeled(plain, at, first=first))))
-        if again is not None:
-            decided = _decided(again, apart=True)
-            if decided.moved:
-                return decided
-            whys += decided.stays
-        whys += [why] if why else []
+        try:
+            again = inlined(opened(canonical(peeled(plain, at, first=first))))
+        except CannotHoist as stays:
+            whys.append(str(stays))
+            continue
+        assert again is not None  # the updates are still there
+        decided = _decided(again, apart=True)
+        if decided.moved:
+            return decided
+        whys += decided.stays
     why = "; ".join(dict.fromkeys(whys))  # the last microbatch does not host the update
     stays = (f"{MICROBATCHES}: {why}" if why and each.startswith(MICROBATCHES) else each for each in parts.stays)
     return dataclasses.replace(parts, stays=tuple(stays))
@@ -210,7 +219,7 @@ def _between_passes(
             pieces += _pieces(nodes[place].payload)
         return interleaved(pieces, range(len(pieces)), outputs), ""
     except CannotHoist as stays:
-        on_host = any(nodes[place].payload.planned for place in places)
+        on_host = any(is_host_aval(v.aval) for place in places for v in nodes[place].payload.operands)
         own = next(eqn for eqn in step.program.eqns if id(eqn) in step.own)
         why = located(str(stays), own) if on_host else ""
     try:
@@ -237,3 +246,57 @@ def _pieces(rest: Update) -> list[Node]:
     apart = [s for s in only.first if isinstance(s, Slice)]
     first = [Planned(s, Whole(), window, tuple(v for v in s.outputs if v in update.next_values)[:1]) for s in apart]
     return [Node(p, p.slice.inputs, p.slice.outputs) for p in [*first, *only.slices] if p.slice.outputs]
+
+
+# ---- one iteration by itself: the microbatch whose pass can host the update
+#
+# This is the last one, whose backward pass completes the sum of all gradients, or the first one, whose forward pass is
+# the first to read new parameters.
+
+
+def peeled(program: Program, at: int, *, first: bool = False) -> Program:
+    """Take the last iteration, or the first, out of equation ``at`` of ``program``, a scan, and inline it.
+
+    Raises:
+      CannotHoist: no iteration of it can run by itself.
+    """
+    eqn = program.eqns[at]
+    scan = scan_of(eqn)
+    if scan is None or not scan.length:
+        raise CannotHoist("it has no iterations")
+    if eqn.effects:
+        raise CannotHoist("it has effects, such as a callback, whose order would change")
+    if any(is_host_aval(v.aval) for v in (*scan.xs, *scan.ys)):
+        raise CannotHoist("it reads or makes rows in host memory, which would be copied there")
+    body = jax_fun(scan.body)
+    in_front = first != scan.reverse  # which row the iteration has
+    others, apart = (slice(1, None), 0) if in_front else (slice(-1), -1)
+
+    def run(*operands: Any) -> list[Any]:
+        consts, init, xs = scan.parted(operands)
+
+        def one(carry: list[Any], x: list[Any]) -> tuple[list[Any], list[Any]]:
+            produced = body(*consts, *carry, *x)
+            return produced[: len(init)], produced[len(init) :]
+
+        # Rows are taken by number, because slices of the batches would be copies.
+        def at(*args: Any) -> list[Any]:
+            *given, k = args
+            return body(*given, *(jax.lax.dynamic_index_in_dim(x, k, keepdims=False) for x in xs))
+
+        mine = [x[apart] for x in xs]
+        if scan.length == 1:
+            carry, y = one(init, mine)
+            return [*carry, *(row[None] for row in y)]
+        y: list[Any] = []
+        if first:
+            init, y = one(init, mine)
+        numbers = np.arange(scan.length, dtype=np.int32)[others]
+        carry, ys = scan.run(at, consts, init, [numbers], scan.length - 1)
+        if not first:
+            # It waits for the others: its pass needs nothing from them, and would keep its activations beside theirs.
+            carry, y = one(*together((carry, mine)))
+        pairs = ([row[None], rows] if in_front else [rows, row[None]] for rows, row in zip(ys, y, strict=True))
+        return [*carry, *map(jnp.concatenate, pairs)]
+
+    return replaced(program, at, traced_for(eqn, run))
