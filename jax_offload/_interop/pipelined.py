@@ -164,7 +164,9 @@ class Pipelined:
           ValueError: ``carry`` was used already, or belongs to another step; or the step cannot be turned around, as
             ``pipelined`` says.
         """
-        rest, static = self._parted(self._rest.bind(*args, **kwargs).arguments)
+        return self._run(carry, *self._parted(self._rest.bind(*args, **kwargs).arguments))
+
+    def _run(self, carry: Any, rest: Mapping[str, Any], static: Sequence[Any]) -> tuple[Carry, Aux]:
         if not isinstance(carry, Carry):
             carried = jax.tree.map(array_of, self._carried(carry))
             leaves = jax.tree.leaves(carried)
@@ -230,11 +232,9 @@ class Pipelined:
 
     def whole_step(self, *args: Any, **kwargs: Any) -> Any:
         """Call the step twice with the original step's arguments: what ``jax_offload.placement`` traces."""
-        given = self._given(args, kwargs)
-        rest = inspect.BoundArguments(self._rest, {k: x for k, x in given.items() if k not in self._names})  # pyright: ignore[reportArgumentType]
-        first = [given[name] for name in self._names]
-        carry, _ = self(first if len(first) > 1 else first[0], *rest.args, **rest.kwargs)
-        return self(carry, *rest.args, **rest.kwargs)
+        carried, rest, static = self._given(args, kwargs)
+        carry, _ = self._run(carried if len(carried) > 1 else carried[0], rest, static)
+        return self._run(carry, rest, static)
 
     def turned(self, *args: Any, **kwargs: Any) -> tuple[Jitted, tuple[Any, ...], dict[str, Any]]:
         """Return the call as jax compiles it, its arguments, and the types of the carried values, for ``inspect``.
@@ -249,15 +249,15 @@ class Pipelined:
             program, kept = self._of(args[0]), args[0].kept
             rest, static = self._parted(self._rest.bind(*args[1:], **kwargs).arguments)
         else:
-            given = self._given(args, kwargs)
-            carried = tuple(jax.tree.map(array_of, given[name]) for name in self._names)
-            rest, static = self._parted(given)
+            carried, rest, static = self._given(args, kwargs)
+            carried = jax.tree.map(array_of, carried)
             program = self._program(Types.of(carried), rest, static)
             kept = program.kept(jax.tree.leaves(carried), jax.tree.leaves(rest))
         carried = dict(zip(self._names, program.types.carried, strict=True))
         return program.train, (*kept, rest, *static), carried
 
-    def _given(self, args: Any, kwargs: Any) -> dict[str, Any]:
+    def _given(self, args: Any, kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any], list[Any]]:
+        """Return the carried arguments of the original step, the others, and the static ones."""
         try:
             given = self._signature.bind(*args, **kwargs).arguments
         except TypeError as error:
@@ -267,7 +267,7 @@ class Pipelined:
             ) from error
         if missing := [name for name in self._names if name not in given]:
             raise TypeError(f"step: {', '.join(missing)}: missing; carried arguments have no default.")
-        return given
+        return tuple(given[name] for name in self._names), *self._parted(given)
 
     def _carried(self, carry: Any) -> tuple[Any, ...]:
         """Return the carried arguments of a first call."""

@@ -156,74 +156,74 @@ def _awaited(step: Inlined, scans: Iterable[int], moved: Set[int]) -> set[int]:
 
 def _parts(step: Inlined, plans: Mapping[int, InScan], moved: Set[int]) -> tuple[list[Node], str]:
     """The parts of the step in an order that respects their needs: slices, scans with updates inside, and the rest of
-    the update, in one piece or in pieces between gates; and why in one piece."""
-    order: list[Node] | None = None
-    why = ""
-    program, nodes = step.program, list[Node]()
+    each update, in one piece or in pieces between gates; and why in one piece."""
+    program, outputs, nodes = step.program, variables(step.program.outputs), list[Node]()
     for k, eqn in enumerate(program.eqns):
         if k in plans:
             nodes.append(Node(plans[k], plans[k].operands, plans[k].makes, kept=True))
         elif id(eqn) not in moved:
             nodes.append(Node(eqn, variables(eqn.invars), eqn.outvars, bool(eqn.effects)))
-    wanted = needed(nodes, variables(program.outputs))
+    wanted = sorted(needed(nodes, outputs))
     # the part of an update that a scan needs, such as a learning rate, stands before it
     ahead = needed(nodes, [v for node in nodes if isinstance(node.payload, InScan) for v in node.reads], kept=False)
-    inside: dict[int, list[int]] = {}
-    for k in sorted(wanted - ahead):
-        if (own := step.own.get(id(nodes[k].payload))) is not None:
-            inside.setdefault(own, []).append(k)
-    results = {*variables(program.outputs)}
-    read_by = {k: {*nodes[k].reads} for k in wanted}
-    left: dict[int, Update] = {}  # its place -> the rest of an update
-    for number, which in inside.items():
-        eqns = [nodes[k].payload for k in which]
-        others = results.union(*(read_by[k] for k in wanted - {*which}))
-        left[which[0]] = consisting_of(step.updates[number], eqns, others)
-    results |= set[Var]().union(*(read_by[k] for k in wanted - {k for which in inside.values() for k in which}))
-    wanted -= {k for which in inside.values() for k in which[1:]}
-    for place, rest in left.items():
-        results.update(rest.operands)
-        gated = dataclasses.replace(rest, backward=None)
-        nodes[place] = Node(gated, rest.operands, variables(rest.program.outputs))
-    if left:
-        nodes = [node if k in wanted else Node(None, [], []) for k, node in enumerate(nodes)]
-        if not plans:
-            order, why = _between_passes(step, nodes, sorted(wanted), [*left])
-            if order is None:  # nothing but the update holds the passes back
-                for place, rest in left.items():
-                    nodes[place] = dataclasses.replace(nodes[place], payload=rest)
+    grouped = dict[int, list[Node]]()  # the number of an update -> its equations; another number -> one other node
+    for k in wanted:
+        own = None if k in ahead else step.own.get(id(nodes[k].payload))
+        grouped.setdefault(~k if own is None else own, []).append(nodes[k])
+    read_by = dict[Var, set[int]]()
+    for number, group in grouped.items():
+        for v in (v for node in group for v in node.reads):
+            read_by.setdefault(v, set()).add(number)
+    read_by |= {v: {*read_by.get(v, ()), len(nodes)} for v in outputs}
+    rests, nodes = list[Update](), list[Node]()
+    for number, group in grouped.items():
+        if number < 0:
+            nodes += group
+            continue
+        made = {v for node in group for v in node.makes if not read_by.get(v, set()) <= {number}}
+        rests.append(consisting_of(step.updates[number], [node.payload for node in group], made))
+        nodes.append(_whole(rests[-1]))
+    order, why = (None, "") if plans or not rests else _between_passes(step, nodes)
     if order is None:
-        order = in_turn(topological(nodes, sorted(wanted))) if plans else topological(nodes, sorted(wanted))
+        if not plans:  # nothing but the update holds the passes back
+            nodes = [Node(rests.pop(0), n.reads, n.makes) if isinstance(n.payload, Update) else n for n in nodes]
+        order = topological(nodes, range(len(nodes)))
+        order = in_turn(order) if plans else order
 
     parts: list[Node] = []
     for is_equations, group in itertools.groupby(order, lambda node: isinstance(node.payload, Equation)):
         if is_equations:
             eqns = [node.payload for node in group]
-            outputs = [v for eqn in eqns for v in eqn.outvars if v in results]
-            whole = slice_of(eqns, outputs, program.debug_info, program.shards)
+            whole = slice_of(eqns, [v for eqn in eqns for v in eqn.outvars if v in read_by], program.debug_info, {})
             parts.append(Node(whole, whole.inputs, whole.outputs))
         else:
             parts += group
     return parts, why
 
 
-def _between_passes(
-    step: Inlined, nodes: Sequence[Node], which: Sequence[int], places: Sequence[int]
-) -> tuple[list[Node] | None, str]:
-    """The order with the rests of the updates, the nodes at ``places``, between the passes: in pieces, or else each in
-    one, and why; ``None`` if there is no place for gates."""
-    outputs = variables(step.program.outputs)
+def _whole(rest: Update) -> Node:
+    """The rest of an update in one piece, between gates of the step."""
+    return Node(dataclasses.replace(rest, backward=None), rest.operands, variables(rest.program.outputs))
+
+
+def _between_passes(step: Inlined, nodes: Sequence[Node]) -> tuple[list[Node] | None, str]:
+    """The order with the rests of the updates between the passes: in pieces, or else each in one, and why; ``None`` if
+    there is no place for gates."""
+    outputs, rests = (
+        variables(step.program.outputs),
+        [node.payload for node in nodes if isinstance(node.payload, Update)],
+    )
     try:
-        pieces = [nodes[k] for k in which if k not in places]
-        for place in places:
-            pieces += _pieces(nodes[place].payload)
+        pieces = [node for node in nodes if not isinstance(node.payload, Update)]
+        for rest in rests:
+            pieces += _pieces(rest)
         return interleaved(pieces, range(len(pieces)), outputs), ""
     except CannotHoist as stays:
-        on_host = any(is_host_aval(v.aval) for place in places for v in nodes[place].payload.operands)
+        on_host = any(is_host_aval(v.aval) for rest in rests for v in rest.operands)
         own = next(eqn for eqn in step.program.eqns if id(eqn) in step.own)
         why = located(str(stays), own) if on_host else ""
     try:
-        return interleaved(nodes, which, outputs), why
+        return interleaved(nodes, range(len(nodes)), outputs), why
     except CannotHoist:
         return None, why
 

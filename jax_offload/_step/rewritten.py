@@ -5,11 +5,10 @@ from __future__ import annotations
 import dataclasses
 import functools
 import warnings
-from collections.abc import Callable, Iterable, Sequence, Set
+from collections.abc import Iterable, Sequence, Set
 from typing import Any
 
 import jax
-from jax.core import Tracer
 
 from jax_offload._base.barriers import gate
 from jax_offload._base.jaxprs import (
@@ -20,7 +19,6 @@ from jax_offload._base.jaxprs import (
     Var,
     holds,
     jax_fun,
-    jaxpr_of,
     located,
     only_callbacks,
     ordered,
@@ -32,7 +30,7 @@ from jax_offload._base.jaxprs import (
 from jax_offload._base.jaxprs import (
     closed as as_closed,
 )
-from jax_offload._base.on_disk import READ, WRITE, is_on_disk
+from jax_offload._base.on_disk import READ, WRITE
 from jax_offload._emit.find import holds_update, is_update
 from jax_offload._emit.hoisted import scanned
 from jax_offload._emit.region import Update, bound, marked
@@ -47,66 +45,11 @@ from jax_offload._step.canonical import canonical
 from jax_offload._step.checked import CannotRewrite, check_order, same_memory, tell, unreturned
 from jax_offload._step.parts import Parts, parts_of
 
-Drive = Callable[[ClosedJaxpr, Any, Set[int | str]], Any]
 
-
-def rewritten(step: Callable[..., Any], drive: Drive | None = None) -> Callable[..., Any]:
-    """``step``, to be traced by ``jit``, with its updates inside the scans that make their gradients.
-
-    Args:
-      step: a function; arguments of it that hold no traced value are static.
-      drive: called if Python is to drive the step, or a part of its state is on disk and so cannot be an operand of a
-        program, with the closed jaxpr, the structure of the results, and the numbers and names of static arguments;
-        returns the value that replaces the results. ``None``: the step stays unchanged.
-    """
-
-    @functools.wraps(step)
-    def run(*args: Any, **kwargs: Any) -> Any:
-        fixed = [i for i, x in enumerate(args) if _is_static(x)]
-        named = {name: x for name, x in kwargs.items() if _is_static(x)}
-        given = {name: x for name, x in kwargs.items() if name not in named}
-        fun = functools.partial(step, **named) if named else step
-        closed, result = jaxpr_of(fun, *args, static=fixed, named=given)
-        on_disk = any(map(is_on_disk, jax.tree.leaves((args, kwargs), is_leaf=is_on_disk)))
-        if drive is not None and (on_disk or is_driven(closed)):
-            return drive(closed, result, {*fixed, *named})
-        leaves = jax.tree.leaves(([x for i, x in enumerate(args) if i not in fixed], given))
-        return jax.tree.unflatten(result, jax_fun(emitted(closed) if _updates(closed) else closed)(*leaves))
-
-    return run
-
-
-def _updates(closed: ClosedJaxpr) -> bool:
-    """Whether a function is a step: it updates something, or uses a leaf on disk."""
-    return any(holds_update(eqn) or eqn.primitive in (READ, WRITE) for eqn in closed.jaxpr.eqns)
-
-
-def _is_static(x: Any) -> bool:
-    """Whether an argument of a jitted function is static; for arguments without leaves it does not matter."""
-    leaves = jax.tree.leaves(x)
-    try:
-        return not any(isinstance(leaf, (Tracer, jax.Array)) for leaf in leaves) and hash(x) is not None
-    except TypeError:
-        return False
-
-
-def is_driven(closed: ClosedJaxpr) -> bool:
-    """Whether Python is to drive a step, because one of its results needs the host's cores or files."""
-    eqns = closed.jaxpr.eqns
-    return any(map(_holds_driven, eqns)) and any(map(_holds_driven, without_dead_code(closed.jaxpr)[0].eqns))
-
-
-def _holds_driven(eqn: Equation) -> bool:
-    """Whether an equation is or holds an update that Python drives, or uses a leaf on disk."""
-
-    def driven(each: Equation) -> bool:
-        return each.primitive in (READ, WRITE) or (is_update(each) and each.params["update"].driven)
-
-    return holds(eqn, driven)
-
-
-def emitted(closed: ClosedJaxpr) -> ClosedJaxpr:
-    """Return the step as it is to run, with the same arguments and results."""
+def rewritten(closed: ClosedJaxpr) -> ClosedJaxpr:
+    """Return a step as it is to run, with the same arguments and results; itself if it has no updates."""
+    if not any(map(holds_update, closed.jaxpr.eqns)):
+        return closed
     program = flat(closed)
     lost = unreturned(program)
     if lost is not None and not lost.meant:
@@ -129,6 +72,21 @@ def emitted(closed: ClosedJaxpr) -> ClosedJaxpr:
     if found is not None:
         return _saying(closed, found.stays)
     return _by_step(program) or _saying(closed, _why_not(program))
+
+
+def is_driven(closed: ClosedJaxpr) -> bool:
+    """Whether Python is to drive a step, because one of its results needs the host's cores or files."""
+    eqns = closed.jaxpr.eqns
+    return any(map(_holds_driven, eqns)) and any(map(_holds_driven, without_dead_code(closed.jaxpr)[0].eqns))
+
+
+def _holds_driven(eqn: Equation) -> bool:
+    """Whether an equation is or holds an update that Python drives, or uses a leaf on disk."""
+
+    def driven(each: Equation) -> bool:
+        return each.primitive in (READ, WRITE) or (is_update(each) and each.params["update"].driven)
+
+    return holds(eqn, driven)
 
 
 def _put_together(found: Parts) -> Program:
@@ -234,7 +192,7 @@ def _by_step(program: Program) -> ClosedJaxpr | None:
         run = functools.partial(_steps, scan)
     elif eqn.primitive.name == "shard_map" and not _varies_behind_barriers(eqn):
         body = without_effects_of_axes(flat(as_closed(eqn.params["jaxpr"]))).closed
-        run = sharded_like(eqn, lambda *operands: jax_fun(emitted(body))(*operands))
+        run = sharded_like(eqn, lambda *operands: jax_fun(rewritten(body))(*operands))
     else:
         return None
     return replaced(program, program.eqns.index(eqn), traced_for(eqn, run)).closed
@@ -246,8 +204,8 @@ def _varies_behind_barriers(eqn: Equation) -> bool:
 
 
 def _steps(scan: Scan, *operands: Any) -> list[Any]:
-    """Run a loop over steps, each as ``emitted``."""
-    carry, ys = scan.run(jax_fun(emitted(scan.body)), *scan.parted(operands))
+    """Run a loop over steps, each as ``rewritten``."""
+    carry, ys = scan.run(jax_fun(rewritten(scan.body)), *scan.parted(operands))
     return [*carry, *ys]
 
 
