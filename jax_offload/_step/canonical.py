@@ -86,13 +86,13 @@ def _unbranched(new: Builder, eqn: Equation, operands: list[Atom]) -> Sequence[A
     if not all(is_update(each) or is_cheap(each) for branch in branches for each in branch.eqns):
         return None
     which, *given = operands
-    all_eqns, updates, results = Builder(), list[Update](), list[list[Atom]]()
+    all_eqns, updates, results, like = Builder(), list[Update](), list[list[Atom]](), eqn
     for branch in branches:
         inside = all_eqns.inside(branch, given)
         for each in branch.eqns:
             inside.copy(each)
             if is_update(each):
-                updates.append(localised(all_eqns.eqns.pop()))
+                updates.append(localised(like := all_eqns.eqns.pop()))
                 all_eqns.eqns += updates[-1].program.eqns
         results.append(inside.read(branch.outputs))
     outputs = [choice(all_eqns, which, xs) for xs in zip(*results, strict=True)]
@@ -105,7 +105,7 @@ def _unbranched(new: Builder, eqn: Equation, operands: list[Atom]) -> Sequence[A
         next_values={**olds, **{v: olds[x] for v, x in chosen if x in olds}},
         names={**names, **{v: names[x] for v, x in chosen if x in names}},
     )
-    new.eqns.append(equation_of(update, eqn))
+    new.eqns.append(equation_of(update, like))
     return own.outputs
 
 
