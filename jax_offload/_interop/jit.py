@@ -267,9 +267,9 @@ class Jitted:
 
         They are made when they are first needed: a backend says whether jaxlib knows our options.
         """
-        ours = ({"compiler_options": compiler_options("cuda", in_scan=which) or None} for which in (False, True))
-        first, second = (jit_of_jax(self._called, **(own | self._options)) for own in ours)
-        return first, second
+        found = (self._compiling(compiler_options("cuda", in_scan=in_scan)) for in_scan in (False, True))
+        first, second = ({**self._options, "compiler_options": options or None} for options in found)
+        return jit_of_jax(self._called, **first), jit_of_jax(self._called, **second)
 
     def _compiling(self, ours: Mapping[str, Any]) -> dict[str, Any]:
         """The compiler's options: those that were given, or else ours."""

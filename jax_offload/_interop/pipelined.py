@@ -233,7 +233,7 @@ class Pipelined:
     def whole_step(self, *args: Any, **kwargs: Any) -> Any:
         """Call the step twice with the original step's arguments: what ``jax_offload.placement`` traces."""
         carried, rest, static = self._given(args, kwargs)
-        carry, _ = self._run(carried if len(carried) > 1 else carried[0], rest, static)
+        carry, _ = self._run(carried[0] if len(carried) == 1 else carried, rest, static)
         return self._run(carry, rest, static)
 
     def turned(self, *args: Any, **kwargs: Any) -> tuple[Jitted, tuple[Any, ...], dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""Inline a step's updates, and match results with the arguments that they replace."""
+"""Inline a step's updates, so that each equation of theirs can run where its operands are made."""
 
 from __future__ import annotations
 
@@ -155,6 +155,7 @@ class Inlined:
       own: the equations of the updates, by identity, each with the number of its update.
       next_of: result -> the variable of the step that it is the next value of.
       waiting: the same of gradients that wait in host memory for the next step.
+      like: the equation of the first update.
     """
 
     program: Program
@@ -162,6 +163,7 @@ class Inlined:
     own: Mapping[int, int]
     next_of: Mapping[Var, Var]
     waiting: Mapping[Var, Var]
+    like: Equation
 
     @property
     def gradients(self) -> list[Var]:
@@ -176,6 +178,9 @@ class Inlined:
 
 def inlined(program: Program) -> Inlined | None:
     """Return the program with its updates inlined; ``None`` where it has none."""
+    like = next(filter(is_update, program.eqns), None)
+    if like is None:
+        return None
     eqns, updates, own = list[Equation](), list[Update](), dict[int, int]()
     next_of, shards = dict[Var, Var](), dict(program.shards)
     for eqn in program.eqns:
@@ -194,7 +199,7 @@ def inlined(program: Program) -> Inlined | None:
         shards |= {v: shards[x] for v, x in pairs.items() if x in shards and v.aval.shape == x.aval.shape}
         next_of |= pairs
     step = dataclasses.replace(program, eqns=eqns, shards=shards)
-    return Inlined(step, tuple(updates), own, next_of, _waiting(step, next_of)) if updates else None
+    return Inlined(step, tuple(updates), own, next_of, _waiting(step, next_of), like)
 
 
 def _waiting(program: Program, next_of: Mapping[Var, Var]) -> dict[Var, Var]:

@@ -220,8 +220,7 @@ def _between_passes(step: Inlined, nodes: Sequence[Node]) -> tuple[list[Node] | 
         return interleaved(pieces, range(len(pieces)), outputs), ""
     except CannotHoist as stays:
         on_host = any(is_host_aval(v.aval) for rest in rests for v in rest.operands)
-        own = next(eqn for eqn in step.program.eqns if id(eqn) in step.own)
-        why = located(str(stays), own) if on_host else ""
+        why = located(str(stays), step.like) if on_host else ""
     try:
         return interleaved(nodes, range(len(nodes)), outputs), why
     except CannotHoist:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import dataclasses
 import functools
 import warnings
-from collections.abc import Iterable, Sequence, Set
+from collections.abc import Callable, Iterable, Sequence, Set
 from typing import Any
 
 import jax
 
-from jax_offload._base.barriers import gate
+from jax_offload._base.barriers import gate_equation
 from jax_offload._base.jaxprs import (
+    Atom,
     ClosedJaxpr,
     Equation,
     Literal,
@@ -31,9 +32,10 @@ from jax_offload._base.jaxprs import (
     closed as as_closed,
 )
 from jax_offload._base.on_disk import READ, WRITE
+from jax_offload._base.private import manual_axes_of
 from jax_offload._emit.find import holds_update, is_update
 from jax_offload._emit.hoisted import scanned
-from jax_offload._emit.region import Update, bound, marked
+from jax_offload._emit.region import Update, moved
 from jax_offload._emit.rows import or_batched
 from jax_offload._emit.run import functions
 from jax_offload._ir.program import Builder, Program, expanded, flat, replaced, traced_for, without_effects_of_axes
@@ -43,6 +45,7 @@ from jax_offload._plan.in_scan import InScan
 from jax_offload._plan.plan import Gate, Planned
 from jax_offload._step.canonical import canonical
 from jax_offload._step.checked import CannotRewrite, check_order, same_memory, tell, unreturned
+from jax_offload._step.inlined import equation_of
 from jax_offload._step.parts import Parts, parts_of
 
 
@@ -95,56 +98,61 @@ def _put_together(found: Parts) -> Program:
     Raises:
       CannotRewrite: a part lacks an operand, or makes another result.
     """
-    program, new = found.step.program, Builder()
+    program, like, barrier, new = found.step.program, found.step.like, gate_equation(), Builder()
     check_order(found.parts, program.inputs, variables(program.outputs))
     for part in found.parts:
-        this = (
-            part.payload.slice if isinstance(part.payload, Planned) and not part.payload.slice.loads else part.payload
-        )
-        if isinstance(this, Slice):
-            for eqn in this.jaxpr.eqns:
+        this = part.payload
+        if isinstance(this, Gate):
+            _put_gate(new, this, barrier)
+        elif isinstance(this, Slice) or (isinstance(this, Planned) and not this.slice.loads):
+            for eqn in (this if isinstance(this, Slice) else this.slice).jaxpr.eqns:
                 new.put(eqn)
-            continue
-        reads, makes = (part.reads, part.reads) if isinstance(this, Gate) else (part.reads, part.makes)
-        results = new.run(functools.partial(_run, found, part), *new.read(reads))
-        for v, x in zip(makes, results, strict=True):
-            if not same_memory(v, x):
-                raise CannotRewrite(f"a part makes {x.aval} in place of {v.aval}")
-        new.names.update(zip(makes, results, strict=True))
+        else:
+            results: Sequence[Atom] = part.makes
+            if isinstance(this, Update):
+                new.put(equation_of(dataclasses.replace(this, stays=found.stays), like))
+                results = new.eqns[-1].outvars
+            else:
+                results = moved(new, _run(found, part), part.reads, this, like)
+            for v, x in zip(part.makes, results, strict=True):
+                if not same_memory(v, x):
+                    raise CannotRewrite(f"a part makes {x.aval} in place of {v.aval}")
+            new.names.update(zip(part.makes, results, strict=True))
     return dataclasses.replace(program, eqns=new.eqns, outputs=new.read(program.outputs))
 
 
-def _run(found: Parts, part: Node, *operands: Any) -> Sequence[Any]:
-    """Run a part on its operands."""
-    this: InScan | Update | Planned | Gate = part.payload
-    names = found.step.names
+def _put_gate(new: Builder, this: Gate, barrier: Equation) -> None:
+    """Append ``gate`` as equations: values that vary over the same axes of a ``shard_map`` wait for each other."""
+    for varying in {manual_axes_of(v.aval) for v in this.held}:
+        waiting, first = ([v for v in vs if manual_axes_of(v.aval) == varying] for vs in (this.held, this.waits_for))
+        if first:
+            names = [*waiting, *first]
+            results = [Var(v.aval) for v in names]
+            new.put(barrier.replace(invars=names, outvars=results))
+            new.names.update(zip(names, results, strict=True))
 
-    def given(operands: Sequence[Any]) -> dict[Var, Any]:
-        return dict(zip(part.reads, operands, strict=True))
 
-    def made(operands: Sequence[Any]) -> list[Any]:
-        env = given(operands)
-        if isinstance(this, Planned):
-            functions([this], names)(this, env)
-        elif isinstance(this, InScan):
-            env = scanned(this, env, names)
+def _run(found: Parts, part: Node) -> Callable[[Sequence[Any]], list[Any]]:
+    """Return the function that a part is."""
+    this: InScan | Planned = part.payload
+
+    def run(*operands: Any) -> list[Any]:
+        env = dict(zip(part.reads, operands, strict=True))
+        if isinstance(this, InScan):
+            env = scanned(this, env, found.step.names)
+        else:
+            functions([this], found.step.names)(this, env)
         return [env[v] for v in part.makes]
 
-    if isinstance(this, Gate):
-        gate(env := given(operands), this.held, this.waits_for)
-        return [env[v] for v in part.reads]
-    if isinstance(this, Update):
-        return bound(dataclasses.replace(this, stays=found.stays), operands)
-    if isinstance(this, Planned):
-        return marked(made, operands, part.reads, this)
+    if not isinstance(this, InScan):
+        return lambda operands: run(*operands)
     as_written = this.as_written
 
-    def one_by_one(*xs: Any) -> list[Any]:
-        env = given(xs)
+    def one_by_one(*operands: Any) -> list[Any]:
+        env = dict(zip(part.reads, operands, strict=True))
         return as_written.run(*(env[v] for v in as_written.inputs))
 
-    run = or_batched(lambda *xs: made(xs), one_by_one)
-    return marked(lambda xs: run(*xs), operands, part.reads, this)
+    return lambda operands: or_batched(run, one_by_one)(*operands)
 
 
 def _cut_at(program: Program) -> str:
