@@ -69,6 +69,8 @@ def always_updating(program: Program) -> Program:
 
     An update that continues from another update's state stays in its branch.
     """
+    if not any(eqn.primitive.name == "cond" and holds_update(eqn) for eqn in program.eqns):
+        return program
     inputs = {*program.inputs}
 
     def rule(new: Builder, eqn: Equation, operands: list[Atom]) -> Sequence[Atom] | None:
