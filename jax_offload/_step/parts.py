@@ -117,7 +117,7 @@ def _decided(found: Inlined, apart: bool = False) -> Parts:
             if plan is not None:
                 plans[at] = plan
                 moved |= plan.eqns
-    awaited = _awaited(step, stay_behind, moved)
+    awaited = _awaited(step, stay_behind, moved) if any(stay_behind.values()) else set[int]()
     stays = [*(why for at in stay_behind if at in awaited for why in stay_behind[at]), *stay_ahead]
     parts, why = _parts(step, plans, moved)
     if why and not stays:
