@@ -205,11 +205,11 @@ class Rotated:
 
 
 def _abstract(x: Any) -> Any:
-    """The type of a carried value, with its memory, although a tracer tells no sharding."""
-    sharding, weak = sharding_of(x), getattr(x, "weak_type", False)
+    """The type of a carried value in a trace, with its memory, although a tracer tells no sharding."""
+    aval, sharding, weak = jax.typeof(x), sharding_of(x), getattr(x, "weak_type", False)
     if on_host(x) or isinstance(x, HostStruct):
-        return HostStruct(x.shape, x.dtype, sharding=sharding, weak_type=weak)
-    return abstract(x.shape, x.dtype, sharding, weak)
+        return HostStruct(aval.shape, aval.dtype, sharding=sharding, weak_type=weak)
+    return abstract(aval.shape, aval.dtype, sharding, weak)
 
 
 def _model_in_update(cut: Cut, own: Sequence[Var], given: Sequence[Var]) -> Equation | None:
