@@ -16,6 +16,7 @@ from jax_offload._base.around import (
     around,
     check_not_within_offload,
     compiled_where_eager,
+    from_host,
     shardings_of,
     within_offload,
     without_sharding,
@@ -25,8 +26,8 @@ from jax_offload._base.donation import Home, guarded
 from jax_offload._base.memory import loaded, on_host, stored, under_jit
 from jax_offload._base.on_disk import opened
 from jax_offload._base.shardings import Layouts, inside_shard_map, types_tell
+from jax_offload._disk.created import check_disk, created, places_of, refused
 from jax_offload._disk.disk import Disk
-from jax_offload._disk.option import check_disk, created, places_of, refused
 from jax_offload._placement.arguments import (
     arrived,
     check_eager,
@@ -48,7 +49,7 @@ from jax_offload._placement.zero import check_not_manual, check_typed, partition
 from jax_offload._plan.options import Options, Order
 from jax_offload._precision.masters import checked_update
 from jax_offload._precision.storage import adopted, rules_of, warn_of_unstored, with_storage
-from jax_offload._state.state import placed_leaves
+from jax_offload._state.state import abstract_leaves, placed_leaves
 from jax_offload._update.recipe import (
     checked_skip,
     old_where,
@@ -185,14 +186,12 @@ def offload(
             state = guarded(state, home=home, where="init")
             if around().runs:
                 warn_of_nothing(plan)
-                return state
+                return refused(state, plan)
             return marked(state, plan, policy, places_of(disk, plan, jax.tree.leaves(state)))
 
         leaves = jax.tree.leaves(params)
         if not leaves or any(isinstance(x, Tracer) or not is_array(x) for x in leaves) or under_jit():
             state = create(params)
-            if disk is not None and around().runs:
-                state = refused(state, policy, params)
         else:
             # One compiled program, also in eager use: XLA makes a leaf, sends it to the host and makes the next, and a
             # sharded leaf is born sharded.
@@ -202,7 +201,7 @@ def offload(
                 shardings = jax.tree.unflatten(treedef, [sharding for _, _, sharding in placed])
                 state = jax.jit(create, out_shardings=shardings)(params)
             else:
-                state = created(disk, create, params, placed, treedef)
+                state = created(disk, create, params, abstract_leaves(placed), treedef)
             home.reached |= any(map(on_host, jax.tree.leaves(state)))
         if rules and around().remembers:
             warn_of_unstored(rules, state)
@@ -221,6 +220,7 @@ def offload(
         skip = checked_skip(skip)
         check_not_within_offload()
         state, in_files = opened(state)
+        state, params = from_host((state, params))
         check_places(inner.init, updates, state, params)
         check_gradients(updates, params)
         like = updates if params is None else params

@@ -19,12 +19,13 @@ from jax.sharding import Sharding
 from jax.tree_util import keystr
 
 from jax_offload._base.donation import guarded
-from jax_offload._base.jaxprs import ClosedJaxpr, jax_fun, jaxpr_of
+from jax_offload._base.jaxprs import ClosedJaxpr, jax_fun
 from jax_offload._base.jaxprs import jit as jit_of_jax
 from jax_offload._base.memory import mesh_is_set, on_host, under_jit
 from jax_offload._base.on_disk import Token, is_on_disk
 from jax_offload._drive.run import Driven, places_of
 from jax_offload._emit.find import in_one_scan
+from jax_offload._step.loaded import traced_step
 from jax_offload._step.rewritten import is_driven, rewritten
 
 
@@ -184,13 +185,14 @@ class Step:
     Args:
       fun: the function.
       driven: whether a step that Python drives is left ``Undone``.
+      as_written: whether the updates stay where they are; parameters in host memory are loaded all the same.
     """
 
-    def __init__(self, fun: Callable[..., Any], driven: bool = False) -> None:
+    def __init__(self, fun: Callable[..., Any], *, driven: bool = False, as_written: bool = False) -> None:
         for name in functools.WRAPPER_ASSIGNMENTS:
             if hasattr(fun, name):
                 setattr(self, name, getattr(fun, name))
-        self._fun, self._driven = weakref.ref(fun), driven
+        self._fun, self._driven, self._as_written = weakref.ref(fun), driven, as_written
         self.in_scan: bool | None = None  # whether the first trace has moved all its updates into scans
 
     @property
@@ -209,11 +211,11 @@ class Step:
         static = frozenset((*numbers, *named))
         given = _without(static, args, kwargs)
         step = functools.partial(fun, **named) if named else fun
-        closed, result = jaxpr_of(step, *args, static=numbers, named=given[1])
+        closed, result = traced_step(step, *args, static=numbers, named=given[1])
         on_disk = any(map(is_on_disk, jax.tree.leaves(given, is_leaf=is_on_disk)))  # which is no program's operand
         if self._driven and (on_disk or is_driven(closed)):
             return Undone.left(closed, result, static)
-        results = jax_fun(rewritten(closed))(*jax.tree.leaves(given))
+        results = jax_fun(closed if self._as_written else rewritten(closed))(*jax.tree.leaves(given))
         return guarded(jax.tree.unflatten(result, results), given)
 
 

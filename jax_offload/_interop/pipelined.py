@@ -16,9 +16,11 @@ from typing import Any, Literal
 import jax
 from jax.core import Tracer
 
+from jax_offload._base.jaxprs import jax_fun
 from jax_offload._base.jaxprs import jit as jit_of_jax
 from jax_offload._interop.jit import Jitted
 from jax_offload._interop.rotated import Aux, Carry, Rotated, Types, array_of
+from jax_offload._step.loaded import traced_step
 
 
 def pipelined(
@@ -143,7 +145,7 @@ class Pipelined:
             parameters=[p for name, p in self._signature.parameters.items() if name not in names]
         )
         of_static = range(2, 2 + len(static))
-        self._by_name = jit_of_jax(self._called, static_argnums=of_static)
+        self._by_name = jit_of_jax(self._loaded, static_argnums=of_static)
         self._start = Jitted(self._before, {"static_argnums": of_static})
         self._programs: dict[Any, Rotated] = {}
 
@@ -292,8 +294,12 @@ class Pipelined:
         rest = {name: x for name, x in given.items() if name not in (*self._names, *self._static)}
         return rest, [given.get(name, inspect.Parameter.empty) for name in self._static]
 
+    def _loaded(self, *given: Any) -> Any:
+        """Call the step of its carried arguments, the others by name, and the static ones."""
+        closed, result = traced_step(self._called, *given, static=range(2, len(given)))
+        return jax.tree.unflatten(result, jax_fun(closed)(*jax.tree.leaves(given[:2])))
+
     def _called(self, carried: Sequence[Any], rest: Mapping[str, Any], *static: Any) -> Any:
-        """Call the step."""
         fixed = {name: x for name, x in zip(self._static, static, strict=True) if x is not inspect.Parameter.empty}
         every = dict(zip(self._names, carried, strict=True)) | fixed | dict(rest)
         in_order = {name: every[name] for name in self._signature.parameters if name in every}

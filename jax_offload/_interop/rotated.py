@@ -12,20 +12,19 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding
 from jax.tree_util import keystr, tree_flatten_with_path
 
-from jax_offload._base.jaxprs import MATMULS, Equation, Literal, Var, holds, inner_of, located, values_of, variables
+from jax_offload._base.jaxprs import MATMULS, Equation, Var, holds, located, values_of, variables
 from jax_offload._base.memory import DEVICE_KIND, HOST_KIND, HostStruct, abstract, is_host_aval, on_host, with_kind
 from jax_offload._base.on_disk import is_on_disk
 from jax_offload._base.shardings import constrained, sharding_of, typed_sharding
 from jax_offload._emit.find import is_update
-from jax_offload._emit.region import Update
 from jax_offload._interop import pending
 from jax_offload._interop.jit import Jitted
-from jax_offload._ir.primitives import ELEMENTWISE
-from jax_offload._ir.program import Program, flat
-from jax_offload._ir.propagate import Facts, Mask, union
+from jax_offload._ir.program import flat
+from jax_offload._ir.propagate import Mask, union
 from jax_offload._step.canonical import dereferenced
 from jax_offload._step.checked import unreturned
-from jax_offload._step.cut import Cut, cut_step, unguarded
+from jax_offload._step.cut import Cut, cut_step
+from jax_offload._step.origins import UPDATED, origins_of
 
 Values = dict[str, Any]
 Kept = tuple[Values, Values, Values]
@@ -295,36 +294,6 @@ jax.tree_util.register_pytree_with_keys(
 
 # ---- match results with the carried arguments that they replace
 
-_UPDATED: Mask = 1  # the bit for an update's results; the arguments have the other bits
-_ROWS = ELEMENTWISE | {"broadcast_in_dim", "reshape", "squeeze", "expand_dims", "transpose", "rev"}
-
-
-def origins_of(program: Program, arguments: Mapping[Var, Mask]) -> list[Mask]:
-    """For each result, the bits of the arguments from which elementwise arithmetic makes it, and ``_UPDATED`` if an
-    update's result is among its operands.
-
-    A result of an update has the bits of the argument that it is the next value of, and of nothing else that the
-    update reads: a gradient says where parameters go, not which array they are.
-    """
-    program = unguarded(program)
-    env = {v: arguments.get(v, 0) for v in program.inputs}
-    return _CARRIED_ON.read(_CARRIED_ON.spread(program.eqns, env), program.outputs)
-
-
-def _of_rows(eqn: Equation, masks: Sequence[Mask]) -> Sequence[Mask] | None:
-    """The bits of an equation's results: of elementwise arithmetic, the union of its operands' bits."""
-    if is_update(eqn):
-        update: Update = eqn.params["update"]
-        given = dict(zip(update.operands, masks, strict=True)) | dict.fromkeys(update.gradients, 0)
-        olds = [None if isinstance(v, Literal) else update.next_values.get(v) for v in update.program.outputs]
-        return [_UPDATED | (0 if old is None else given.get(old, 0)) for old in olds]
-    if eqn.primitive.name in _ROWS:
-        return masks if len(masks) == len(eqn.outvars) else [union(masks)] * len(eqn.outvars)
-    return None if inner_of(eqn) else [0] * len(eqn.outvars)
-
-
-_CARRIED_ON = Facts[Mask](0, union, rule=_of_rows, choice_counts=False)
-
 Origins = Callable[[Mapping[str, Mask]], Sequence[Mask]]
 """Map bits for the carried arguments to the bits on which each leaf of the result depends (``origins_of``)."""
 
@@ -385,11 +354,11 @@ def _told_apart(names: Sequence[str], results: Mapping[int, range], origins: Ori
         )
     left, found = {*results}, dict[str, int]()
     if len(results) > 1:
-        bits = {name: _UPDATED << (k + 1) for k, name in enumerate(names)}
+        bits = {name: UPDATED << (k + 1) for k, name in enumerate(names)}
         made, any_of_them = origins(bits), union(bits.values())
         masks = {k: [made[n] for n in numbers] for k, numbers in results.items()}
         for name, bit in bits.items():
-            continued = {k: any(mask & _UPDATED and mask & bit for mask in each) for k, each in masks.items()}
+            continued = {k: any(mask & UPDATED and mask & bit for mask in each) for k, each in masks.items()}
             own = [k for k, each in masks.items() if continued[k] and union(each) & any_of_them == bit]
             if len(own) == 1:
                 found[name] = own[0]

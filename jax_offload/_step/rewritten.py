@@ -45,6 +45,7 @@ from jax_offload._plan.in_scan import InScan
 from jax_offload._plan.plan import Gate, Planned
 from jax_offload._step.canonical import canonical
 from jax_offload._step.checked import CannotRewrite, check_order, same_memory, tell, unreturned
+from jax_offload._step.cut import unguarded
 from jax_offload._step.inlined import equation_of
 from jax_offload._step.parts import Parts, parts_of
 
@@ -66,7 +67,7 @@ def rewritten(closed: ClosedJaxpr) -> ClosedJaxpr:
     if lost is not None:
         return _saying(closed, [lost.why])
     try:
-        plain = canonical(program)
+        plain = canonical(unguarded(program))
         found = None if ordered(plain.effects) else parts_of(_noted_inside(plain))
         if found is not None and found.moved:
             return _put_together(found).closed

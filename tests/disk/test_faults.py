@@ -18,8 +18,8 @@ import optax
 import pytest
 
 import jax_offload as jo
-from jax_offload._drive import stages
 from tests.disk.faulty import FAILED, NO_SPACE, Faulty, PowerLoss, Run, error, flipped, model, no_fault, short
+from tests.support.sizes import set_sizes
 
 pytestmark = pytest.mark.filterwarnings("ignore:Some donated buffers were not usable")
 STATE = 2 * 3 * 64 * 64 * 4  # bytes
@@ -28,7 +28,7 @@ STATE = 2 * 3 * 64 * 64 * 4  # bytes
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(stages, "GROUP_BYTES", 1)
+        set_sizes(patch.setattr, group=1)
         found = Run(tmp_path_factory.mktemp("run"))
         yield found
         found.files.fault = no_fault
@@ -318,17 +318,6 @@ def test_a_directory_in_use_and_another_optimizer_or_model(run):
         with pytest.raises(ValueError, match=message):
             run.resumed(inner, width)
     run.holds(2)
-
-
-def test_a_disk_too_full_to_begin_with(run, tmp_path):
-    disk, files = jo.disk(tmp_path / "full"), Faulty(tmp_path, error(NO_SPACE, "allocate", 1))
-    tx = jo.offload(optax.adamw(1e-2), min_bytes=1024, disk=disk)
-    with pytest.raises(OSError, match=r"making \d+ bytes of space \(\d+ are free\) for \d+ bytes in all: No sp"):
-        tx.init(model())
-    assert not list((tmp_path / "full").glob("state.*"))
-    files.fault = no_fault
-    tx.init(model())
-    disk.close()
 
 
 @pytest.mark.parametrize("of", ["open", "preadv"])
