@@ -15,7 +15,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 import jax_offload as jo
 from tests.support.trees import assert_close, kinds
 
-pytestmark = pytest.mark.oldest("types of memory in a trace")
+OLDEST = pytest.mark.oldest("types of memory in a trace")
 
 HOST, DEVICE = "pinned_host", "device"
 SPECS = {"layers": PartitionSpec(None, None, "data"), "w": PartitionSpec("data"), "b": PartitionSpec()}
@@ -71,7 +71,7 @@ WHERE = [("params", "update_params"), ("both", "update_params"), ("grads", "upda
 DAILY = pytest.mark.daily("each optimizer once")
 CASES = [  # with a sharding and a way to run that change from one case to the next
     pytest.param(name, ("fsdp", "one device", "ZeRO-1")[(k - k // 9) % 3], where, form, [*RUNS][k % 4],
-                 marks=[DAILY] if k // 3 % 3 == (k + 1) % 3 else [])
+                 marks=([DAILY] if k // 3 % 3 == (k + 1) % 3 else []) + ([OLDEST] if k % 5 == 0 else []))
     for k, (name, (where, form)) in enumerate(itertools.product(OPTIMIZERS, WHERE))
     # a chain around an offload computes with the gradients before the offload sees them
     if not (name == "clip around" and form == "update")
@@ -104,6 +104,7 @@ def test_as_from_the_device(name, sharding, where, form, run):
                 assert x.sharding.with_memory_kind(DEVICE).is_equivalent_to(y.sharding.with_memory_kind(DEVICE), x.ndim)
 
 
+@OLDEST
 @pytest.mark.parametrize("options", ["update_on", "disk", "fraction"])
 @pytest.mark.parametrize("argument", ["params", "updates"])
 def test_where_they_have_to_be_on_the_device(options, argument, disk):
@@ -123,6 +124,7 @@ def test_where_they_have_to_be_on_the_device(options, argument, disk):
 WRAPS = {"jit": jax.jit, "jo.jit": jo.jit, "eager": lambda step: step}
 
 
+@OLDEST
 @pytest.mark.parametrize("wrap", WRAPS)
 def test_whatever_else_is_in_host_memory_is_loaded(wrap):
     """``skip``, a state that nothing offloads any more, and the parameters of masters without an ``offload``."""
@@ -144,6 +146,7 @@ def test_whatever_else_is_in_host_memory_is_loaded(wrap):
     assert_close(masters, jo.with_master_params(ADAMW).init(params), 0)
 
 
+@OLDEST
 @pytest.mark.parametrize("low_bits", [False, True])
 @pytest.mark.parametrize("wrap", WRAPS)
 def test_what_no_offload_loads_is_an_error_of_ours(wrap, low_bits):

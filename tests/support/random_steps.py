@@ -444,6 +444,10 @@ def wrapped(kind: str | None, inner: Any) -> optax.GradientTransformation:
     match kind:
         case "clip":
             return optax.chain(optax.clip_by_global_norm(0.05), inner)
+        case "adaptive clip":
+            return optax.chain(optax.adaptive_grad_clip(0.05), inner)
+        case "clip by block":
+            return optax.chain(optax.clip_by_block_rms(0.01), inner)
         case "MultiSteps":
             return optax.MultiSteps(inner, 2).gradient_transformation()
         case "apply_if_finite":
@@ -560,7 +564,7 @@ class Placed:
 def offloaded_in(r: Recipe, state: Any) -> Any:
     """The part of a new state that ``jo.offload`` has made, inside of what is ``outside``."""
     match r["outside"]:
-        case "clip":
+        case "clip" | "adaptive clip" | "clip by block":
             return state[1]
         case "apply_if_finite":
             return state.inner_state
