@@ -16,6 +16,7 @@ from jax_offload._base.around import (
     around,
     check_not_within_offload,
     compiled_where_eager,
+    from_host,
     shardings_of,
     within_offload,
     without_sharding,
@@ -219,6 +220,7 @@ def offload(
         skip = checked_skip(skip)
         check_not_within_offload()
         state, in_files = opened(state)
+        state, params = from_host((state, params))
         check_places(inner.init, updates, state, params)
         check_gradients(updates, params)
         like = updates if params is None else params

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from typing import Any
 
@@ -165,3 +166,77 @@ def test_what_no_offload_loads_is_an_error_of_ours(wrap, low_bits):
         with pytest.raises(ValueError, match=r"state: .* no offload\(\.\.\.\) in tx .*jo\.to_host\(tx, state\)"):
             WRAPS[wrap](lambda *args, tx=tx: jo.update_params(tx, *args))(params, moved, params)
         WRAPS[wrap](lambda *args, tx=tx: jo.update_params(tx, *args))(params, jo.to_host(tx, moved, params), params)
+
+
+# ---- a model that computes with them: its scans load their rows
+
+ON_DEVICE = jax.memory.Space.Device
+
+
+def to_load(w: Any) -> Any:
+    return jax.device_put(w, ON_DEVICE)
+
+
+def plain(x: Any, w: Any) -> Any:
+    return x + jnp.tanh(x @ w)
+
+
+BODIES: dict[str, Any] = {  # a layer, as the model has it, and as it is with parameters on the device
+    "no load": (jax.checkpoint(plain), jax.checkpoint(plain)),
+    "no load, not checkpointed": (plain, plain),
+    "a load": (lambda x, w: plain(x, to_load(w)), plain),
+    "a load, checkpointed": (jax.checkpoint(lambda x, w: plain(x, to_load(w))), jax.checkpoint(plain)),
+    "a load outside of the checkpoint": (lambda x, w: jax.checkpoint(plain)(x, to_load(w)), jax.checkpoint(plain)),
+    "a cast": (lambda x, w: plain(x, w.astype(jnp.bfloat16).astype(x.dtype)),) * 2,
+    "a load and a cast": (
+        jax.checkpoint(lambda x, w: plain(x, to_load(w).astype(jnp.bfloat16).astype(x.dtype))),
+        jax.checkpoint(lambda x, w: plain(x, w.astype(jnp.bfloat16).astype(x.dtype))),
+    ),
+    "another load of the whole": (plain, plain),
+}  # fmt: skip
+
+
+def loss_of(layer: Any, params: Any, x: Any) -> Any:
+    x, _ = jax.lax.scan(lambda x, w: (layer(x, w), None), x, params["layers"])
+    return ((x @ params["head"]) ** 2).mean()
+
+
+def trained(tx: Any, loss: Any, form: str) -> Any:
+    def step(params: Any, state: Any, x: Any) -> Any:
+        value, grads = jax.value_and_grad(loss)(params, x)
+        if form == "update_params":
+            return *jo.update_params(tx, grads, state, params), value
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state, value
+
+    return step
+
+
+@pytest.mark.parametrize(
+    ("body", "form"), [(body, "update_params") for body in BODIES] + [("no load", "update"), ("a cast", "update")]
+)
+def test_a_model_loads_rows(body, form):
+    """Both scans load the rows of the layers, and the one that makes the gradients stores them."""
+    own, resident = BODIES[body]
+    sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    rng = np.random.default_rng(0)
+    whole = {"layers": rng.normal(size=(4, 128, 128)) / 16, "head": rng.normal(size=(128, 8))}
+    params = jax.device_put(jax.tree.map(jnp.float32, whole), sharding)
+    x = jax.device_put(jnp.asarray(rng.normal(size=(8, 128)), jnp.float32), sharding)
+    there = {"layers": to_host(params["layers"]), "head": params["head"]}
+    loss = functools.partial(loss_of, own)
+    if body == "another load of the whole":
+        loss = lambda params, x: loss_of(plain, jo.to_device(params), x)  # noqa: E731
+    tx = jo.offload(ADAMW)
+    want, got = (params, ADAMW.init(params)), (there, tx.init(params))
+    plain_step = jax.jit(trained(ADAMW, functools.partial(loss_of, resident), "update"))
+    step = jo.jit(trained(tx, loss, form), donate_argnums=(0, 1))
+    table = jo.placement(step, *got, x)
+    (row,) = (leaf for leaf in table.leaves if leaf.path == "[0]['layers']")
+    assert "4 rows, in the scan that reads the parameters; then 4 rows, in the scan that makes" in row.streams, table
+    for _ in range(3):
+        *want, value = plain_step(*want, x)
+        *got, own_value = step(*got, x)
+        assert_close([*got, own_value], [*want, value], 1e-5)
+        assert kinds(got[0]) == [DEVICE, HOST]
+        assert kinds(got[1]) == kinds(tx.init(params))
