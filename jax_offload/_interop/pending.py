@@ -31,6 +31,7 @@ from jax_offload._ir.program import Builder, Program
 from jax_offload._ir.propagate import Mask, forward, needed_for
 from jax_offload._ir.slices import is_summary
 from jax_offload._step.checked import check_program, tell
+from jax_offload._step.cut import computed_again
 from jax_offload._step.inlined import consisting_of, equation_of, localised
 
 
@@ -100,7 +101,8 @@ def _of_update(program: Program, number: int, carried: Mapping[Var, Any]) -> Pro
     update = localised(program.eqns[at])
     gradients = {*update.gradients}
     defined = [v for each in before for v in each.outvars]
-    late, sources = _left_late(before, gradients & {*filter(_is_large, defined)}, {*carried})
+    arithmetic = [each for each in before if each.primitive.name in _LATE]
+    late, sources = computed_again(gradients & {*filter(_is_large, defined)}, {*carried}, arithmetic)
     moved = [v for v in defined if v in sources and _is_large(v)]
     if not moved:
         raise CannotWait(
@@ -130,20 +132,6 @@ def _of_update(program: Program, number: int, carried: Mapping[Var, Any]) -> Pro
     after = _reading_again(program.eqns[at + 1 :], variables(rest.program.outputs), stored)
     eqns = [*before, *ahead, *storing, equation_of(rest, program.eqns[at]), *after]
     return dataclasses.replace(program, eqns=eqns)
-
-
-def _left_late(eqns: Sequence[Equation], gradients: Set[Var], carried: Set[Var]) -> tuple[list[Equation], Set[Var]]:
-    """The last arithmetic on gradients (a scale, a cast to more bytes), and its operands, which take no more bytes."""
-    sources_of: dict[Var, frozenset[Var]] = {}
-    for eqn in eqns:
-        if eqn.primitive.name in _LATE and len(eqn.outvars) == 1 and not eqn.effects and eqn.outvars[0].aval.shape:
-            (out,) = eqn.outvars
-            of = frozenset[Var]().union(*(sources_of.get(v, {v}) for v in variables(eqn.invars)))
-            if sum(nbytes(v.aval) for v in of - carried if v.aval.shape) <= nbytes(out.aval):
-                sources_of[out] = of
-    sources = {source for v in gradients for source in sources_of.get(v, {v})}
-    late, _ = needed_for(eqns, gradients - sources, lambda eqn: sources.isdisjoint(eqn.outvars))
-    return late, sources
 
 
 def _reading_again(eqns: Sequence[Equation], made: Iterable[Var], stored: Mapping[Var, Var]) -> list[Equation]:
