@@ -1,4 +1,4 @@
-"""A scan with the update of stacked leaves inside, row by row.
+"""A scan with the update of stacked leaves inside, row by row, or only with loads of the rows that it reads.
 
 *Behind*: iteration i makes the gradient of layer i and updates it at its end, with state that the iteration before has
 loaded; the new state is stored by the iteration after it.
@@ -140,11 +140,12 @@ class Emitter:
         return {v: fed[v] for v in self.plan.fed.values()}
 
     def reread(self, own: Values, i: Any) -> dict[int, Any]:
-        """Rows computed from operands' rows, by their place among the scan's ``xs``."""
+        """Rows computed from the rows of leaves that move and of other operands, by their place among the scan's
+        ``xs``."""
         rows: dict[int, Any] = {}
         for place, each in self.plan.reread.items():
             given = [own[v] for v in each.slice.inputs]
-            (x,) = run_chunk(each.slice.jaxpr, each.how.dims, each.how.where, i[None], *given)
+            (x,) = run_chunk(each.slice.core.jaxpr, each.how.dims, each.how.where, i[None], *given)
             rows[place] = jax.lax.squeeze(x, (0,))
         return rows
 
@@ -193,7 +194,7 @@ class Emitter:
             (*xs, carried) = together([*fed.values(), *hand.new.values(), carried])
             fed, hand.new = dict(zip(fed, xs, strict=False)), dict(zip(hand.new, xs[len(fed) :], strict=True))
             rows |= {place: jax.lax.squeeze(fed[v], (0,)) for place, v in plan.fed.items()}
-        rows |= self.reread(own, i)
+        rows |= self.reread(own | hand.loaded, i)
         program = plan.body.program
         operands = [*program.consts, *self.consts, *carried, *(rows[j] for j in range(len(scan.xs)))]
         inner: Values = dict(zip(program.inputs, operands, strict=True))

@@ -34,7 +34,7 @@ from tests.support.steps import (
 )
 from tests.support.trees import assert_close, copied
 
-pytestmark = pytest.mark.oldest("jaxprs as they are written")
+OLDEST = pytest.mark.oldest("jaxprs as they are written")
 
 
 def updating(body):
@@ -215,6 +215,7 @@ STEPS = {  # whether the update of the stack moves, or why it does not
 }
 
 
+@OLDEST
 @pytest.mark.parametrize("name", STEPS)
 def test_the_numbers_are_those_of_the_plain_step(name):
     make, expected = STEPS[name]
@@ -225,6 +226,7 @@ def test_the_numbers_are_those_of_the_plain_step(name):
         assert table.stays and (expected or "") in " ".join(table.stays)
 
 
+@OLDEST
 def test_prints_are_as_many_as_in_the_plain_step():
     """Before the update, in the layers, after it."""
 
@@ -251,6 +253,7 @@ def test_prints_are_as_many_as_in_the_plain_step():
     np.testing.assert_allclose(printed(offloaded(ADAMW)), want, rtol=1e-5)
 
 
+@OLDEST
 def test_a_mutable_array_among_the_arguments():
     """Reads and writes keep their order, so the step runs as written and says so."""
 
@@ -291,6 +294,7 @@ def test_layers_that_the_step_stacks(dtype):
     assert table.stays == ()
 
 
+@OLDEST
 def test_no_layers():
     """A stack of none, as configurations have it; the other moves."""
 
@@ -441,6 +445,7 @@ def test_a_step_inside_a_shard_map(how):
     assert bool(table.stays) == ("own" in how or (how == "check_vma" and jax.__version_info__ < (0, 11)))
 
 
+@OLDEST
 def test_gradients_from_a_shard_map_say_where_to_update():
     mesh = Mesh(np.array(jax.devices()[:4]), ("data",))
     params = jax.device_put(parameters(), NamedSharding(mesh, P()))
@@ -462,6 +467,7 @@ def test_gradients_from_a_shard_map_say_where_to_update():
 # ---- lowered programs
 
 
+@OLDEST
 def test_a_tpu_is_told_what_runs_behind_the_gate():
     """On a TPU alone, a gradient that the gate does not need reads values behind it: one barrier more."""
     tx = offloaded(ADAMW)
