@@ -151,7 +151,8 @@ def shapes_of(args, model, device):
 
     def init(key):
         params = model.init(key, jnp.zeros((1, args.context), jnp.int32))["params"]
-        return jax.tree.map(lambda p: p.astype(args.param_dtype), params)
+        params = jax.tree.map(lambda p: p.astype(args.param_dtype), params)
+        return params | {"blocks": jo.to_host(params["blocks"])} if args.parameters == "host" else params
 
     # All that the step takes is committed to the device: uncommitted arrays would compile it a second time.
     on_device = jax.sharding.SingleDeviceSharding(device)
