@@ -36,11 +36,10 @@ from jax_offload._drive.run import Driven
 from jax_offload._drive.stages import BEFORE
 from jax_offload._emit.find import holds_driven_update, kept_on_host, updates_in
 from jax_offload._emit.region import Update
-from jax_offload._interop.jit import Jitted, compiler_options, options_for_sending
+from jax_offload._interop.jit import Jitted, Step, compiler_options, options_for_sending
 from jax_offload._interop.pipelined import Pipelined
 from jax_offload._interop.rotated import names_of
 from jax_offload._report.callables import jitted, opened
-from jax_offload._step.rewritten import rewritten
 
 SAYS = (
     "jo.jit drives this step in several programs, as the host's cores update a part of the state, or it is on disk. "
@@ -141,7 +140,7 @@ def compiled(step: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], target
         return _first_program(step, given, whole, to)
     as_written = whole
     if isinstance(step, Jitted):  # which takes updates apart
-        written = rewritten(step.__wrapped__, as_written=True)
+        written = Step(step.__wrapped__, as_written=True)
         with described():
             as_written = jax.jit(written, **step._options).trace(*args, **kwargs)
     arguments = _given(whole, kept_on_host(as_written.jaxpr))

@@ -78,7 +78,8 @@ def cut_step(program: Program) -> Cut:
 
 def unguarded(program: Program) -> Program:
     """The program without its donation guards, because whoever jits its parts adds guards again."""
-    return rebuilt(program, lambda _, eqn, ins: ins if is_guard(eqn) else None)
+    guards = any(map(is_guard, program.eqns))
+    return rebuilt(program, lambda _, eqn, ins: ins if is_guard(eqn) else None) if guards else program
 
 
 def _constants_where_used(program: Program, places: Sequence[int]) -> list[int]:
