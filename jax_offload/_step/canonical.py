@@ -266,7 +266,7 @@ def _moved_as_a_whole(program: Program, at: int) -> Program:
     assert scan is not None
     loaded = _loaded(program.eqns[:at])
     leaves = loaded | {v for v in program.inputs if is_host_aval(v.aval)}
-    of_leaves = [k for k, x in enumerate(scan.xs) if x in leaves]
+    of_leaves = [k for k, x in enumerate(scan.xs) if isinstance(x, Var) and x in leaves]
     # a policy of jax.checkpoint sends activations to host memory, where another scan reads them
     activations = {v for eqn in program.eqns[at + 1 :] if eqn.primitive.name == "scan" for v in variables(eqn.invars)}
     if not of_leaves and not any(is_host_aval(y.aval) and y not in activations for y in scan.ys):
