@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jax_offload._base.arrays import nbytes
 from jax_offload._base.jaxprs import Equation, Var
 from jax_offload._base.memory import is_host_aval
-from jax_offload._ir.primitives import is_cheap
+from jax_offload._ir.primitives import is_cheap, is_loop
 from jax_offload._ir.propagate import Node, topological
 from jax_offload._plan.in_scan import CannotHoist, InScan
 from jax_offload._plan.plan import Gate, Planned
@@ -107,9 +107,7 @@ def _smallest(of: Sequence[Var]) -> list[Var]:
 
 
 def _is_loop(node: Node) -> bool:
-    return isinstance(node.payload, InScan) or (
-        isinstance(node.payload, Equation) and node.payload.primitive.name in ("scan", "while")
-    )
+    return isinstance(node.payload, InScan) or (isinstance(node.payload, Equation) and is_loop(node.payload))
 
 
 @dataclasses.dataclass(frozen=True)

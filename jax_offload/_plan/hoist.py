@@ -18,11 +18,11 @@ from jax_offload._base.arrays import nbytes
 from jax_offload._base.jaxprs import Atom, DropVar, Equation, Literal, Scan, located, scan_of, variables
 from jax_offload._base.memory import is_host_aval
 from jax_offload._ir.primitives import ELEMENTWISE, SHAPES
-from jax_offload._ir.program import Program, Var
+from jax_offload._ir.program import Program, Var, flat
 from jax_offload._ir.propagate import NEEDS, Mask, Node, forward, groups, needed_for, union
 from jax_offload._ir.propagate import needed as nodes_needed
-from jax_offload._ir.slices import Slice, slice_of
-from jax_offload._plan.in_scan import CannotHoist, InScan
+from jax_offload._ir.slices import Slice, consecutive, slice_of
+from jax_offload._plan.in_scan import CannotHoist, InScan, Nest
 from jax_offload._plan.plan import InIterations, Planned, RowWise, Window
 from jax_offload._plan.rules import Dependent, Partial, Rows, Where, chunked_dims, rows_like, rule_of
 from jax_offload._plan.transfers import same_type
@@ -70,9 +70,45 @@ class Hoist:
 
     @functools.cached_property
     def scan(self) -> Scan:
+        """The scan, flattened if it is a nest."""
+        return self._outer if self.nest is None else self.nest.flattened
+
+    @functools.cached_property
+    def _outer(self) -> Scan:
         scan = scan_of(self.program.eqns[self.at])
         assert scan is not None
         return scan
+
+    @functools.cached_property
+    def nest(self) -> Nest | None:
+        """The scan over groups of layers and the one inside it, where the step has reshaped stacks to groups."""
+        outer, made, eqns = self._outer, made_by(self.program.eqns), self.program.eqns
+        makers = [(x, made[x][1]) for x in variables(outer.xs) if x in made]
+        grouping = {x: eqn for x, eqn in makers if _groups(eqn, x, eqn.invars)}
+        if not grouping:
+            return None
+        body, places = flat(outer.body, opens=lambda _: True), {y: self._readers.get(y, []) for y in outer.ys}
+        readers = [(y, eqns[places[y][0]]) for y in outer.ys if len(places[y]) == 1 and y not in self._results]
+        merging = {y: eqn for y, eqn in readers if _groups(eqn, y, eqn.outvars)}
+        row_of = dict(zip(outer.ys, body.outputs[len(outer.init) :], strict=True))
+        input_of = dict(zip(outer.xs[::-1], body.inputs[::-1], strict=False))
+        wanted = {row_of[y] for y in merging} if merging else {input_of[x] for x in grouping if self.own}
+        for at, eqn in enumerate(body.eqns):
+            inner = scan_of(eqn)
+            if inner is None or wanted.isdisjoint(inner.ys if merging else variables(inner.xs)):
+                continue
+            if inner.reverse != outer.reverse or body.effects:
+                return None
+            merging = {y: eqn for y, eqn in merging.items() if row_of[y] in inner.ys}
+            before, _, after = consecutive(
+                [body.eqns[:at], [eqn], body.eqns[at + 1 :]], body.outputs, body.debug_info, {}
+            )
+            layers = {y: eqn.outvars[0] for y, eqn in merging.items()}
+            names = {row_of[y]: layer for y, layer in layers.items()}
+            layers |= {x: v for x, eqn in grouping.items() if isinstance(v := eqn.invars[0], Var)}
+            inner = dataclasses.replace(inner, ys=[names.get(v, v) for v in inner.ys])
+            return Nest(outer, inner, body, before, after, layers, [*grouping.values()], [*merging.values()])
+        return None
 
     def behind(self) -> tuple[InScan | None, list[str]]:
         """Plan the moves into the scan, which makes the gradients; return also why other updates do not move."""
@@ -116,7 +152,9 @@ class Hoist:
         kept = frozenset(y for y in scan.ys if y in stacked or y not in inside) - dropped
         if not moves:
             return None, why
-        plan = InScan(scan, tuple(moves), tuple(y for y in scan.ys if y in kept), False, frozenset(moved))
+        moved |= {id(eqn) for eqn in self.nest.merging} if self.nest else set()
+        kept_ys = tuple(y for y in scan.ys if y in kept)
+        plan = InScan(scan, tuple(moves), kept_ys, False, frozenset(moved), nest=self.nest)
         in_place = {*plan.in_place}
         again = {k: r for k, x in enumerate(scan.xs) if (r := self._reread(makers, x, in_place))}
         return dataclasses.replace(plan, reread=again), why
@@ -164,8 +202,11 @@ class Hoist:
         if not moves:
             return None, why
         updated = {v for move in moves for v in move.slice.outputs}
-        rows_of = {k: x for k, x in enumerate(scan.xs) if not isinstance(x, Literal) and x in updated}
-        return InScan(scan, tuple(moves), tuple(scan.ys), True, frozenset(moved), frozenset(feeds), rows_of), why
+        fed = {k: x for k, x in enumerate(scan.xs) if not isinstance(x, Literal) and x in updated}
+        if self.nest and not self.nest.hands_on(fed):
+            return None, [*why, located("a scan over groups of layers changes what the scan inside it reads", eqns[-1])]
+        kept = tuple(scan.ys)
+        return InScan(scan, tuple(moves), kept, True, frozenset(moved), frozenset(feeds), fed, nest=self.nest), why
 
     def _reread(self, makers: Makers, x: Atom, in_place: Set[Var]) -> Planned | None:
         """How rows of one of the scan's ``xs`` are made of rows of operands that the scan overwrites, if they are."""
@@ -278,6 +319,7 @@ class Hoist:
             if not any(k < self.at for v in made for k in self._read_outside(v, inside)):
                 return twice
             nodes = [Node(eqn, variables(eqn.invars), [] if id(eqn) in inside else eqn.outvars) for eqn in eqns]
+            nodes[self.at] = Node(eqns[self.at], variables([*self.scan.consts, *self.scan.init, *self.scan.xs]), [])
             reading = [k for k, eqn in enumerate(eqns) if k == self.at or id(eqn) in inside]
             before = nodes_needed(nodes, [v for k in reading for v in nodes[k].reads], kept=False)
             wanted = {v for k in before if k != self.at for v in nodes[k].reads}
@@ -366,7 +408,7 @@ class _Flow:
 
 
 def _flow(eqns: Sequence[Equation], scan: Scan, at: int, claimed: Set[int]) -> _Flow:
-    ys = [y for y in scan.ys if not isinstance(y, DropVar)]
+    ys = [y for y in scan.ys if not isinstance(y, DropVar) and y.aval.shape[0] == scan.length]
     flow = _Flow({y: Rows(0) for y in ys}, {y: 1 << i for i, y in enumerate(ys)})
     later = {*scan.carry, *scan.ys}  # all that cannot be known before the scan has run
     of_rows = {*scan.ys}
@@ -408,6 +450,14 @@ def _flow(eqns: Sequence[Equation], scan: Scan, at: int, claimed: Set[int]) -> _
             elif d is not None:
                 flow.dims[v] = d
     return flow
+
+
+def _groups(eqn: Equation, groups: Var, layers: Sequence[Atom]) -> bool:
+    """Whether an equation only divides or merges the first dimension of stacked layers."""
+    shape = groups.aval.shape
+    if eqn.primitive.name != "reshape" or len(shape) < 2:
+        return False
+    return layers[0].aval.shape == (shape[0] * shape[1], *shape[2:])
 
 
 def made_by(eqns: Sequence[Equation]) -> Makers:

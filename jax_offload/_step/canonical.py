@@ -3,12 +3,14 @@
 - Mutable arrays whose life is inside the step become values.
 - A loop that takes its layers by their numbers, and sums their gradients up, becomes a scan over stacked layers.
 - A scan over layers that the step itself has stacked becomes the layers one after the other.
+- Two scans over the same layers, of which none needs the other, become one scan.
 - An update in a branch becomes one that always runs, and chooses between the old values and the new ones.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Mapping, Sequence, Set
 from typing import Any
 
@@ -27,6 +29,7 @@ from jax_offload._base.jaxprs import (
     branches_of,
     closed,
     effects_of,
+    holds,
     jax_fun,
     jaxpr_of,
     renamed,
@@ -39,8 +42,9 @@ from jax_offload._base.memory import is_host_aval
 from jax_offload._base.private import without_references
 from jax_offload._emit.find import holds_update, is_update
 from jax_offload._ir.branches import choice
-from jax_offload._ir.primitives import is_cheap
+from jax_offload._ir.primitives import is_cheap, is_loop
 from jax_offload._ir.program import Builder, Program, flat, rebuilt, replaced, traced_for, without_round_trips
+from jax_offload._ir.propagate import needed_for
 from jax_offload._ir.slices import slice_of
 from jax_offload._step.inlined import consisting_of, equation_of, localised
 
@@ -52,7 +56,7 @@ def canonical(program: Program) -> Program:
     program = always_updating(dereferenced(program))
     for at in [k for k, eqn in enumerate(program.eqns) if eqn.primitive.name == "scan"][::-1]:
         program = _by_rows(program, at)
-    return _unrolled(program)
+    return _joined(_unrolled(program))
 
 
 def dereferenced(program: Program, *, any_jit: bool = False) -> Program:
@@ -266,13 +270,10 @@ def _over_rows(
 
 def _unrolled(program: Program) -> Program:
     """Unroll the scans over stacks of parameters. Scans over stacks of batches stay."""
-    layers = {v for eqn in program.eqns if is_update(eqn) for v in variables(eqn.invars)} & {*program.inputs}
-    of_layers: set[Var] = set()
+    layers, of_layers = _layers(program), set[Var]()
     for eqn in program.eqns:
-        if eqn.primitive.name == "convert_element_type" and _all_in(eqn, layers):
-            layers.update(eqn.outvars)
-        elif eqn.primitive.name == "stack" and eqn.params["axis"] == 0 and len(eqn.invars) <= _MOST_UNROLLED:
-            of_layers.update(eqn.outvars if _all_in(eqn, layers) else ())
+        if eqn.primitive.name == "stack" and eqn.params["axis"] == 0 and len(eqn.invars) <= _MOST_UNROLLED:
+            of_layers.update(eqn.outvars if all(isinstance(v, Var) and v in layers for v in eqn.invars) else ())
     if not any(
         eqn.primitive.name == "scan" and not of_layers.isdisjoint(variables(eqn.invars)) for eqn in program.eqns
     ):
@@ -314,8 +315,68 @@ def _unrolled(program: Program) -> Program:
     return dataclasses.replace(program, eqns=new.eqns, outputs=[whole(v) for v in program.outputs])
 
 
-def _all_in(eqn: Equation, known: Set[Var]) -> bool:
-    return all(isinstance(v, Var) and v in known for v in eqn.invars)
+def _layers(program: Program) -> dict[Var, Var]:
+    """Map the arguments of the step that an update reads, and casts of them, to the arguments."""
+    read = {v for eqn in program.eqns if is_update(eqn) for v in variables(eqn.invars)}
+    found = {v: v for v in program.inputs if v in read}
+    for eqn in program.eqns:
+        if eqn.primitive.name == "convert_element_type" and isinstance(v := eqn.invars[0], Var) and v in found:
+            found[eqn.outvars[0]] = found[v]
+    return found
+
+
+# Two scans over the same layers ------------------------------------------------------------------------------------
+
+
+def _joined(program: Program) -> Program:
+    """Join each scan with the next loop, if both run over the rows of one array and neither needs the other.
+
+    Two passes through one network become one, as in a siamese network, or for the chosen and the rejected answers of
+    DPO. One iteration then computes for as long as both, and makes the sum of both gradients.
+    """
+    loops = [at for at, eqn in enumerate(program.eqns) if holds(eqn, is_loop)]
+    joined = (_both(program, at, after) for at, after in itertools.pairwise(loops))
+    both = next((each for each in joined if each is not None), None)
+    return program if both is None else _joined(both)
+
+
+def _both(program: Program, at: int, after: int) -> Program | None:
+    """Return the program with one scan in place of the scans ``at`` and ``after``; ``None`` if they are not alike."""
+    eqns = program.eqns
+    one, other = scan_of(eqns[at]), scan_of(eqns[after])
+    if one is None or other is None:
+        return None
+    layers = _layers(program)
+    read, also_read = ({layers[v] for v in variables(scan.xs) if v in layers} for scan in (one, other))
+    alike = (one.length, one.reverse, one.unroll) == (other.length, other.reverse, other.unroll)
+    before, _ = needed_for(eqns[at:after], variables(eqns[after].invars))
+    moved = {*map(id, before)}
+    apart = read.isdisjoint(also_read) or id(eqns[at]) in moved
+    if not alike or apart or any(eqn.effects for eqn in (*before, eqns[at], eqns[after])):
+        return None
+    run_one, run_other = jax_fun(one.body), jax_fun(other.body)
+    operands = [*eqns[at].invars, *eqns[after].invars]
+    n, m, k = len(eqns[at].invars), len(one.init), len(one.ys)
+
+    def run(*given: Any) -> list[Any]:
+        (consts, init, xs), (more, after_init, rows) = one.parted(given[:n]), other.parted(given[n:])
+
+        def body(*args: Any) -> list[Any]:
+            carry, row = args[: m + len(after_init)], args[m + len(after_init) :]
+            made = run_one(*consts, *carry[:m], *row[: len(xs)])
+            also = run_other(*more, *carry[m:], *row[len(xs) :])
+            return [*made[:m], *also[: len(after_init)], *made[m:], *also[len(after_init) :]]
+
+        carry, ys = one.run(body, [], [*init, *after_init], [*xs, *rows])
+        return [*carry[:m], *ys[:k], *carry[m:], *ys[k:]]
+
+    new = Builder([*eqns[:at], *before])
+    results = new.call(traced_for(eqns[at].replace(invars=operands), run), operands)
+    new.names.update(zip([*eqns[at].outvars, *eqns[after].outvars], results, strict=True))
+    for eqn in eqns[at + 1 :]:
+        if eqn is not eqns[after] and id(eqn) not in moved:
+            new.put(eqn)
+    return dataclasses.replace(program, eqns=new.eqns, outputs=new.read(program.outputs))
 
 
 # One iteration by itself: the microbatch whose pass can host the update ----------------------------------------------

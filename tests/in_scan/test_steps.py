@@ -196,6 +196,28 @@ def _backwards(kept, g):
 
 by_hand.defvjp(_forwards, _backwards)
 
+
+def scanned(w, x):
+    return jax.lax.scan(lambda x, w: (layer(x, w), None), x, w)[0]
+
+
+def in_groups(w, x, remat=jax.checkpoint, scale=None):
+    """The stack, reshaped in the step; with ``scale`` the scan over groups changes the layers."""
+
+    def group(x, ws):
+        return scanned(ws if scale is None else scale * ws, x) + (0 if scale is None else ws.mean()), None
+
+    return jax.lax.scan(remat(group), x, w.reshape(2, -1, *w.shape[1:]))[0]
+
+
+def returning_gradients(tx):
+    def step(params, state, batch):
+        grads = jax.grad(lambda p: (in_groups(p["layers"], batch["x"]) ** 2).mean())(params)
+        return *jo.update_params(tx, grads, state, params), grads["layers"]
+
+    return step
+
+
 STEPS = {  # whether the update of the stack moves, or why it does not
     "printing": (printing, True),
     "printing in layers": (printing_in_layers, True),
@@ -212,6 +234,13 @@ STEPS = {  # whether the update of the stack moves, or why it does not
     "backwards by their number": (of_network(lambda w, x: by_number(w, x, lambda k: LAYERS - 1 - k)), False),
     "layers by a given number": (of_network(by_a_given_number), False),
     "a backward pass by hand": (of_network(by_hand), False),
+    "two passes at once": (of_network(lambda w, x: scanned(w, x) * scanned(w, x[::-1])), True),
+    "two passes of casts": (of_network(lambda w, x: scanned(w * 1, x) - scanned(w.astype(jnp.bfloat16), x)), True),
+    "groups of layers": (of_network(in_groups), True),
+    "groups of layers, by hand": (of_network(functools.partial(in_groups, remat=lambda f: f)), True),
+    "groups of layers, scaled": (of_network(functools.partial(in_groups, scale=2.0)), "merge"),
+    "groups of layers, gradients returned": (returning_gradients, True),
+    "one pass after the other": (of_network(lambda w, x: scanned(w, scanned(w, x))), True),
 }
 
 
@@ -223,6 +252,28 @@ def test_the_numbers_are_those_of_the_plain_step(name):
         assert all_moved(table), table
     else:
         assert table.stays and (expected or "") in " ".join(table.stays)
+
+
+@pytest.mark.parametrize("how", ["siamese", "one batch after the other"])
+def test_two_passes_are_one_loop_where_both_are_alive_at_once(how):
+    """Of two batches whose gradients are added, the second one begins when the first one's activations are gone."""
+
+    def of_both(w, x):
+        return (scanned(w, x) * scanned(w, 2 * x)).mean()
+
+    def gradients(w, x):
+        if how == "siamese":
+            return jax.grad(of_both)(w, x)
+        first, second = (jax.grad(lambda w, x: (scanned(w, x) ** 2).mean())(w, x) for x in (x, 2 * x))
+        return first + second
+
+    def step(params, state, x):
+        return jo.update_params(tx, {"layers": gradients(params["layers"], x["x"])}, state, params)
+
+    tx, params = offloaded(ADAMW), {"layers": parameters()["layers"]}
+    assert all_moved(placement(jo.jit(step), tx, params=params))
+    text = jo.jit(step).lower(params, tx.init(params), batch(0)).as_text()
+    assert text.count("stablehlo.while") == (2 if how == "siamese" else 4)
 
 
 def test_prints_are_as_many_as_in_the_plain_step():
