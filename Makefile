@@ -13,7 +13,7 @@ EXTRAS ?= examples
 comma := ,
 INSTALLED := .venv/.installed-$(subst $(comma),-,$(EXTRAS))
 
-.PHONY: demo docs quick unit test test-oldest test-newest trainers donation lint conformance bench gpu clean
+.PHONY: demo docs quick unit test test-oldest test-newest trainers donation lint conformance gpu clean
 
 demo: $(INSTALLED) .venv/.compiler  ## a small GPT, its optimizer state offloaded; and one picture of what that does
 	.venv/bin/python examples/demo.py $(ARGS)
@@ -93,17 +93,12 @@ donation: .venvs/$(NEWEST)/.installed  ## all ways of donating and returning: as
 conformance: .venvs/$(NEWEST)/.installed  ## optax's own tests: plain, and offloaded
 	.venvs/$(NEWEST)/bin/python -m tests.conformance.run
 
-# ARGS="--minutes 9" on a GPU, with EXTRAS=examples,cuda; ARGS="--compiled h200" without,
-# with EXTRAS=dev,aot; else a toy
-bench: $(INSTALLED)  ## every system on the same work: see benchmarks/README.md
-	.venv/bin/python -m benchmarks.run $(or $(ARGS),--toy)
-
 # The first thing on a GPU: 9 minutes a part, 40 in all. Without one it says so and exits with 2, which make calls an
 # error; ARGS=--toy runs all of it anywhere.
 gpu: EXTRAS := examples,cores,cuda
 gpu:  ## values, donation, the link and steps on the NVIDIA GPU that is here: see benchmarks/README.md
 	@$(MAKE) --no-print-directory EXTRAS=$(EXTRAS) .venv/.installed-$(subst $(comma),-,$(EXTRAS))
-	@.venv/bin/python -m benchmarks.gpu $(ARGS)
+	@.venv/bin/python -m benchmarks.run $(ARGS)
 
 # Links that lead nowhere and docstrings that do not parse are errors.
 docs:  ## the site, as site/index.html; ARGS=serve shows it while you write

@@ -1,157 +1,183 @@
-"""Runs every system on the same work, each in a process of its own, and writes results and a table of them.
+"""Everything that an accelerator has to tell: values, donation, random steps, reports, the link, steps, driven ones.
 
-    python -m benchmarks.run                        # all of it, on the accelerator that is here; hours
-    python -m benchmarks.run --minutes 9            # what says most, first; another call goes on where this one ended
-    python -m benchmarks.run --only "jax_offload$" --only optax$ --parts cases
-    python -m benchmarks.run --compiled h200        # no accelerator: peaks and bytes of programs compiled for one
-    python -m benchmarks.run --toy                  # every system on a toy, anywhere: that it runs, nothing else
+    python -m benchmarks.run                        # make gpu: 9 minutes a part, 40 in all; again: it continues
+    python -m benchmarks.run --parts steps --only "1.3b, one scan, 16384 tokens; "
+    python -m benchmarks.run --parts compiled       # without a GPU: the steps, compiled for an H200
+    python -m benchmarks.run --toy                  # anywhere: that it runs, nothing else
 
-Results go to benchmarks/results/<date>-<chip>.json, and as Markdown beside it.
+Results go to benchmarks/results/<date>-<chip>-gpu.json, after every case, and as Markdown beside it. Exits with 1 if a
+value was wrong, else with 3 if a case failed, with 2 if there is no GPU.
 """
 
 from __future__ import annotations
 
 import argparse
-import dataclasses
+import datetime
+import importlib
 import json
+import os
+import platform as python_platform
 import re
+import subprocess
+import sys
 import time
-from collections.abc import Iterator
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from benchmarks.harness import systems, workers
-from benchmarks.harness.cases import Case
-from benchmarks.harness.report import markdown
-from benchmarks.harness.store import Store, path_for
+from benchmarks import workers
+from benchmarks.report import GIB, failed, markdown, wrong
 
-PARTS = ["link", "cases", "machinery"]
-LEAST_SECONDS = 5  # nothing begins with less time left
+PARTS = ("values", "donation", "random", "reports", "link", "steps", "driven")
+COMPILED = "compiled"  # needs no device
+TOTAL_MINUTES = 40
+WRONG, NO_GPU, FAILED = 1, 2, 3
+FOLDER = Path(__file__).parent / "results"
+PACKAGES = ("jax", "jaxlib", "jax-cuda13-plugin", "jax-cuda12-plugin", "optax", "numpy")
 
 
-def selected(cases: Iterator[Case], args: argparse.Namespace) -> Iterator[Case]:
-    def wanted(case: Case) -> bool:
-        named = not args.only or any(re.search(pattern, case.system) for pattern in args.only)
-        shaped = not args.model or any(case.shape == systems.SHAPES[name] for name in args.model)
-        laid_out = not args.scans or case.scans in args.scans
-        clipped = not args.clip or case.clip == (args.clip == "yes")
-        return named and shaped and laid_out and clipped and (not args.tokens or case.tokens in args.tokens)
+def said(*command: str) -> str | None:
+    """Return what a command prints, or ``None`` if it fails."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=FOLDER)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() if done.returncode == 0 and done.stdout.strip() else None
 
-    return filter(wanted, cases)
+
+def versions() -> dict[str, str | None]:
+    found: dict[str, str | None] = {}
+    for name in PACKAGES:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    driver = said("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
+    return found | {"driver": driver.splitlines()[0] if driver else None}
+
+
+def path_for(chip: str, kind: str) -> Path:
+    """Return the newest file of results of this chip and kind, or one with today's date."""
+    name = f"{re.sub('[^a-z0-9]+', '-', chip.lower()).strip('-')}-{kind}"
+    found = sorted(FOLDER.glob(f"[0-9][0-9][0-9][0-9]-[0-9][0-9]-[0-9][0-9]-{name}.json"))
+    return found[-1] if found else FOLDER / f"{datetime.date.today().isoformat()}-{name}.json"
+
+
+class Record:
+    """The file of results and its Markdown, both whole at any moment, so that a run that is killed can continue.
+
+    ``data["cases"]``: {"part", "case", "result", "commit", "date", "versions"} each; ``data["left"]``: part -> cases
+    that have not run.
+    """
+
+    def __init__(self, path: Path, device: str):
+        self.path = path
+        self.data: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {"cases": [], "left": {}}
+        self.made = {
+            "commit": said("git", "rev-parse", "--short", "HEAD"),
+            "date": datetime.date.today().isoformat(),
+            "versions": versions(),
+        }
+        self.data["about"] = self.made | {
+            "device": device,
+            "command": " ".join(["python -m benchmarks.run", *sys.argv[1:]]),
+            "machine": f"{os.cpu_count()} cores of {python_platform.machine()}, "
+            f"{workers.host_memory() / GIB:.0f} GiB of host memory",
+            "python": python_platform.python_version(),
+        }
+
+    def save(self) -> None:
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        texts = {self.path: json.dumps(self.data, indent=1) + "\n", self.path.with_suffix(".md"): markdown(self.data)}
+        for path, text in texts.items():
+            new = path.with_name(path.name + ".new")
+            new.write_text(text)
+            new.replace(path)
+
+    def result(self, part: str, name: str) -> dict[str, Any] | None:
+        found = (e["result"] for e in self.data["cases"] if (e["part"], e["case"]) == (part, name))
+        return next(found, None)
+
+    def set_result(self, part: str, name: str, result: dict[str, Any]) -> None:
+        others = [e for e in self.data["cases"] if (e["part"], e["case"]) != (part, name)]
+        self.data["cases"] = [*others, {"part": part, "case": name, "result": result, **self.made}]
+        self.save()
+
+    def set_left(self, part: str, names: list[str]) -> None:
+        self.data["left"] = {k: v for k, v in self.data["left"].items() if k != part} | ({part: names} if names else {})
+        self.save()
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
+    def parts(text: str) -> list[str]:
+        found = text.split(",")
+        if unknown := [part for part in found if part not in (*PARTS, COMPILED)]:
+            raise argparse.ArgumentTypeError(f"{', '.join(unknown)}: not among {', '.join((*PARTS, COMPILED))}")
+        if COMPILED in found and len(found) > 1:
+            raise argparse.ArgumentTypeError(f"{COMPILED} needs no device; call it without other parts")
+        return found
+
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     add = parser.add_argument
-    add("--parts", nargs="+", choices=PARTS, default=PARTS)
-    add("--only", action="append", metavar="REGEX", help="systems; may be given again")
-    add("--model", action="append", choices=list(systems.SHAPES))
-    add("--scans", type=int, action="append", help="layers in so many scans; 0: unrolled")
-    add("--tokens", type=int, action="append")
-    add("--clip", choices=["yes", "no"])
-    add("--minutes", type=float, default=float("inf"), help="end after that long; what runs then is stopped")
-    add("--case-seconds", type=float, default=900, help="give up on a case after that long")
-    add("--compiled", choices=["h200"], help="compile for it instead of running")
+    add("--parts", type=parts, default=list(PARTS), metavar=",".join(PARTS), help=f"or {COMPILED}, alone")
+    add("--only", metavar="REGEX", help="cases whose names match")
+    add("--minutes", type=float, default=9, help="for each part; what runs then is stopped, and left for another call")
+    add("--case-seconds", type=float, default=480, help="give up on a case after that long")
+    add("--jobs", type=int, default=1, help="workers at a time, in the parts that do not measure time")
     add("--toy", action="store_true")
     add("--again", action="store_true", help="also what has a result already")
-    add("--retry", action="store_true", help="also what failed")
     add("--out", type=Path, help="the file of results")
     return parser.parse_args(argv)
 
 
-@dataclasses.dataclass(frozen=True)
-class Call:
-    """What the parts share: what was asked for, the file of results, and the time."""
-
-    args: argparse.Namespace
-    store: Store
-    platform: str | None
-    ends: float
-
-    @property
-    def left(self) -> float:
-        return self.ends - time.monotonic()
-
-    @property
-    def over(self) -> bool:
-        return self.left < LEAST_SECONDS
-
-    @property
-    def seconds(self) -> float:
-        """How long what begins now may take."""
-        return max(1.0, min(self.args.case_seconds, self.left))
-
-    def run(self, case: Case) -> dict[str, Any]:
-        return workers.run_case(case, self.args.compiled, self.seconds, self.platform)
-
-
-def run_link(call: Call) -> None:
-    results = call.store.data
-    if not call.args.again and "link" in results and "link_error" not in results:
-        return
-    rows, error = workers.lines("harness.link", seconds=call.seconds, platform=call.platform)
-    results.pop("link_error", None)
-    if len(rows) >= len(results.get("link", [])):
-        results["link"] = rows
-    if error:
-        results["link_error"] = error
-    call.store.save()
+def run_part(part: str, args: argparse.Namespace, record: Record, platform: str, ends: float) -> None:
+    """Run all cases of a part that have no result yet, as far as its minutes go."""
+    # For the names of its cases. Nothing here opens the device, which the workers need to themselves.
+    module = importlib.import_module(f"benchmarks.parts.{part}")
+    chosen = [name for name in module.cases(args.toy) if not args.only or re.search(args.only, name)]
+    waiting = [name for name in chosen if args.again or record.result(part, name) is None]
+    for name, result in workers.side_by_side(
+        1 if module.TIMED else args.jobs,
+        part,
+        list(waiting),
+        ends=ends,
+        case_seconds=args.case_seconds,
+        alone=module.ALONE,
+        toy=args.toy,
+        platform=platform,
+    ):
+        waiting.remove(name)
+        record.set_result(part, name, result)
+        outcome = result.get("error") or "; ".join(result.get("wrong", [])) or result.get("left_out") or "done"
+        print(f"{part}, {name}: {outcome}", flush=True)
+    record.set_left(part, waiting)
+    if waiting:
+        print(f"{part}: no time left for {len(waiting)} of {len(chosen)} cases: {'; '.join(waiting)}", flush=True)
 
 
-def run_cases(call: Call) -> None:
-    args, store = call.args, call.store
-    available = call.seconds
-
-    def hopeless(case: Case) -> bool:
-        """Stopped before, with as much time as there is now: after all others."""
-        entry = store.entry(case)
-        return entry is not None and (workers.stopped_after(entry["result"]) or 0) >= 0.9 * available
-
-    for case in sorted(selected(systems.toy() if args.toy else systems.plan(), args), key=hopeless):
-        before = (store.entry(case) or {}).get("result", {})
-        stopped = workers.stopped_after(before) is not None
-        if before and not stopped and not args.again and not (args.retry and "error" in before):
-            continue
-        if call.over:
-            break
-        result = call.run(case)
-        store.put(case, result)
-        said = result.get("error") or {k: v for k, v in result.items() if k.endswith(("seconds", "peak_bytes"))}
-        print(f"{case.system}, {case.tokens} tokens, {case.scans=}, {case.clip=}: {said}", flush=True)
-
-
-def run_machinery(call: Call) -> None:
-    if not call.args.again and "machinery" in call.store.data:
-        return
-    file = call.store.path.with_suffix(".machinery.json")
-    extra = ["--leaves", "20", "--repeats", "1"] if call.args.toy else []
-    seconds = max(call.seconds, min(1800, call.left))
-    _, error = workers.lines("in_jax.machinery", "--json", str(file), *extra, seconds=seconds, platform="cpu")
-    if file.exists():
-        call.store.data["machinery"] = json.loads(file.read_text())["rows"]
-        file.unlink()
-    else:
-        print(f"machinery: {error}", flush=True)
-
-
-def main(argv: list[str] | None = None) -> Path:
+def main(argv: list[str] | None = None) -> int:
     args = parse(argv)
-    ends = time.monotonic() + 60 * args.minutes
-    platform, chip = (None, args.compiled) if args.compiled else workers.device()
-    if platform == "cpu" and not args.toy:
-        raise SystemExit("jax finds a CPU and nothing else. --toy: that everything runs; --compiled h200: peaks.")
-    path = args.out or path_for(chip, "compiled" if args.compiled else "toy" if args.toy else "")
-    store = Store(path, f"{chip}, compiled for, not run" if args.compiled else chip)
-    call = Call(args, store, platform, ends)
-    parts = {"link": run_link, "cases": run_cases, "machinery": run_machinery}
-    for name in PARTS:
-        needs_to_run = args.compiled and name in ("link", "machinery")
-        if name in args.parts and not needs_to_run and not call.over:
-            parts[name](call)
-    store.save()
-    print(markdown(store.data))
-    return store.path
+    began = time.monotonic()
+    if args.parts == [COMPILED]:
+        platform, chip, kind = "cpu", "h200", "compiled-steps"
+    else:
+        platform, chip = workers.device()
+        kind = "gpu"
+    if platform != "cuda" and args.parts != [COMPILED] and not args.toy:
+        print(
+            f"There is no NVIDIA GPU here, jax finds a {platform}. ARGS=--toy (or --toy) shows that everything runs; "
+            "--parts compiled compiles the steps for an H200."
+        )
+        return NO_GPU
+    record = Record(args.out or path_for(chip, f"{kind}-toy" if args.toy else kind), chip)
+    for part in args.parts:
+        ends = time.monotonic() + 60 * args.minutes
+        ends = min(ends, began + 60 * TOTAL_MINUTES) if len(args.parts) > 1 else ends
+        run_part(part, args, record, platform, ends)
+    record.save()
+    print(markdown(record.data))
+    return WRONG if wrong(record.data) else FAILED if failed(record.data) else 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -210,8 +210,7 @@ def _timelines(axes, shown):
                              color=color, linewidth=0)  # fmt: skip
             ticks[row] = {"compute": "arithmetic", "load": "to the device", "store": "to the host"}[lane]
             row += 1
-        waits = [(s.waited, s.end) for s in way.timeline.segments if s.lane in ("load", "store") and s.waited < s.end]
-        axes.broken_barh(spans(waits, way.timeline.step), (row - 3.42, 0.84), color=RED, linewidth=0)
+        axes.broken_barh(spans(way.timeline.waits, way.timeline.step), (row - 3.42, 0.84), color=RED, linewidth=0)
         row += 0.9
     axes.set_yticks(list(ticks), list(ticks.values()))
     axes.set_ylim(row - 1.2, -0.95)

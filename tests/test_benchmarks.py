@@ -1,10 +1,8 @@
 """Each benchmark's command runs on a toy, and says what it found. Speed and memory are for hardware to tell."""
 
-import dataclasses
 import importlib.util
 import json
 import os
-import re
 import sys
 
 import jax
@@ -13,73 +11,81 @@ import numpy as np
 import optax
 import pytest
 
-import jax_offload as jo
-from benchmarks import run
-from benchmarks.compiled import figures
+from benchmarks import run, workers
 from benchmarks.disk import __main__ as disk
-from benchmarks.gpu import __main__ as gpu
-from benchmarks.gpu import conduct, donation, summary, values, where
-from benchmarks.harness import systems, workers
-from benchmarks.harness.cases import SHAPES, Shape
-from benchmarks.harness.report import markdown
-from benchmarks.in_jax import paired, rewriting
-from benchmarks.in_jax import system as jax_system
-
-TOY = SHAPES["toy"]
+from benchmarks.parts import compiled, donation, steps, values, where
+from benchmarks.report import by_part, markdown
 
 
-def on_toy(system, scans=1, **kwargs):
-    return systems.case(systems.SYSTEMS[system], TOY, 64, scans=scans, clip=True, warmup=1, steps=3, **kwargs)
+@pytest.fixture
+def no_other_device(monkeypatch):
+    monkeypatch.setattr(workers, "device", lambda: ("cpu", "cpu"))
 
 
-@pytest.mark.long("starts processes")
-def test_run_goes_on_where_it_stopped(tmp_path, monkeypatch):
+@pytest.mark.long("each part of make gpu, on a toy, in processes")
+def test_each_part_runs_and_the_next_call_continues(tmp_path, monkeypatch, no_other_device):
     out = tmp_path / "results.json"
-    arguments = ["--toy", "--parts", "cases", "--clip", "no", "--scans", "0", "--out", str(out)]
-    arguments += ["--only", "^optax$"]
-    run.main(arguments)
-    entries = json.loads(out.read_text())["cases"]
-    assert [e["case"]["system"] for e in entries] == ["optax"] and len(entries[0]["result"]["losses"]) == 5
-    monkeypatch.setattr(workers, "run_case", lambda case, *_: pytest.fail(f"{case.system} is run again"))
-    run.main(arguments)
-    assert json.loads(out.read_text())["cases"] == entries
-    with pytest.raises(SystemExit, match="--toy"):  # a CPU is not taken for an accelerator
-        run.main(["--out", str(out)])
+    only = "^AdamW; (unrolled; default|host)$|^TrainState -> grads, TrainState; fraction 0.5$|^1 MiB$|^seed 1$"
+    only += r"|^placement; jo.jit$|^toy, one scan, 64 tokens; (optax|jax_offload, jo.jit)$"
+    arguments = ["--toy", "--only", only, "--out", str(out)]
+    assert run.main(arguments) == 0
+    data = json.loads(out.read_text())
+    found = by_part(data)
+    assert {part: len(cases) for part, cases in found.items()} == {**dict.fromkeys(run.PARTS, 1), "steps": 2}
+    assert not data["left"]
+    text = out.with_suffix(".md").read_text()
+    assert "Wrong: nothing.\n\nFailed: nothing." in text and all(
+        f"## {part.capitalize()}" in text for part in run.PARTS
+    )
+    monkeypatch.setattr(workers, "Worker", None)  # nothing is run again
+    assert run.main(arguments) == 0
+    assert json.loads(out.read_text())["cases"] == data["cases"]
+
+
+@pytest.mark.parametrize(("result", "code"), [({"wrong": ["x is 2"]}, 1), ({"error": "no"}, 3), ({"apart": 0.0}, 0)])
+def test_the_exit_code_says_what_was_wrong(result, code, tmp_path, monkeypatch, no_other_device):
+    monkeypatch.setattr(workers, "results", lambda part, names, **_: [(names[0], result)])
+    out = tmp_path / "results.json"
+    assert run.main(["--toy", "--parts", "donation", "--out", str(out)]) == code
+    assert json.loads(out.read_text())["left"]["donation"] == donation.cases(True)[1:]
+    assert run.main(["--out", str(out)]) == run.NO_GPU  # a CPU is not taken for an accelerator
 
 
 @pytest.mark.long("trains each system")
-def test_every_system_of_jax_trains_as_the_resident_one():
-    resident = jax_system.run(on_toy("optax"))
+def test_systems_train_as_the_resident_one():
+    name = "toy, one scan, 64 tokens, clipped; {}".format
+    resident = steps.run(name("optax"), True)
+    assert resident["predicted"]["host_state_bytes"] == 0
     for system in ("usual recipe", "jax_offload, fraction 0.5", "jax_offload, jo.jit", "jax_offload, int8 state"):
-        result = jax_system.run(on_toy(system))
+        result = steps.run(name(system), True)
         np.testing.assert_allclose(result["losses"], resident["losses"], rtol=1e-3 if "int8" in system else 1e-6)
-        assert result["host_state_bytes"] > 0 == resident["host_state_bytes"]
+        assert result["predicted"]["host_state_bytes"] > 0
 
 
 @pytest.mark.long("compiles for an H200")
 @pytest.mark.skipif(importlib.util.find_spec("jax_cuda13_plugin") is None, reason="needs jax-cuda13-plugin")
-def test_compiled_figures():
-    ours, plain = (figures.run("h200", on_toy(system)) for system in ("jax_offload", "optax"))
+def test_compiled_steps_say_what_moves():
+    ours, plain = (
+        compiled.run(f"toy, one scan, 64 tokens, clipped; {system}", True)["predicted"]
+        for system in ("jax_offload", "optax")
+    )
     assert ours["host_bytes"] >= ours["host_state_bytes"] > 0 == plain["host_bytes"]
     assert ours["loaded_bytes"] == ours["stored_bytes"] == ours["host_state_bytes"]
-    assert ours["compiled"] and "not run" in ours["device"]
 
 
-def test_the_table_says_what_was_compiled_and_what_was_slower():
-    def entry(system, seconds, **result):
-        case = systems.case(systems.SYSTEMS[system], SHAPES["1.3b"], 16384, scans=0, clip=True)
-        return {"case": dataclasses.asdict(case), "result": {"step_seconds": [seconds], **result}}
-
-    moved = {"loaded_bytes": 10**10, "stored_bytes": 10**10}
-    only_compiled = {"compiled": True, "device_peak_bytes": 3 << 30, "hidden": 0.5, "duplex": 0.9, **moved}
-    about = {"device": "a GPU", "date": "a day", "command": "a command", "machine": "a machine"}
-    measured = [entry("optax", 1.0), entry("jax_offload", 1.22, copying_seconds=0.21, **moved)]
-    text = markdown({"about": about, "link": [], "cases": measured})
-    assert "| jax_offload | 1,220 (1,220–1,220) | +22.0% |" in text
-    text = markdown({"about": about, "link": [], "cases": [{**measured[1], "result": only_compiled}]})
-    failed = {**measured[1], "result": {"error": "no reason"}}
-    assert "| jax_offload | did not run: no reason |" in markdown({"about": about, "link": [], "cases": [failed]})
-    assert "| jax_offload |  |  | 3.0 |" in text and "10.0 + 10.0; 50%, 90%" in text
+def test_the_table_says_what_was_compiled_what_was_slower_and_what_failed():
+    seen = {"peak_bytes": 3 << 30, "host_bytes": 5 << 30, "loaded_bytes": 10**10, "stored_bytes": 10**10}
+    seen |= {"hidden": 0.5, "step_seconds": 1.1, "exposed_seconds": 0.2}
+    measured = {"predicted": seen, "step_seconds": [1.0, 1.2], "median_step_seconds": 1.0, "losses": [7.5]}
+    measured |= {"device_peak_bytes": 3 << 30, "profile": {"exposed": 0.25}}
+    cases = [("steps", "jo.jit", measured), ("steps", "recipe", {"error": "no reason"})]
+    cases += [("compiled", "jo.jit", {"predicted": seen})]
+    about = {"device": "a GPU", "date": "a day", "command": "c", "machine": "m", "python": "3", "commit": "1"}
+    entries = [{"part": part, "case": case, "result": result} for part, case, result in cases]
+    text = markdown({"about": about | {"versions": {}}, "cases": entries, "left": {"steps": ["optax"]}})
+    assert "| jo.jit | 1,000.0 (1,000.0–1,200.0) | 1,100.0 (+10%) | 3.00 | 3.00 (+0.0%) | 250.0 | 7.5000 |" in text
+    assert "| jo.jit | 3.00 | 5.00 | 10.0 + 10.0 | 50% | 1,100.0 | 200.0 |" in text
+    assert "Failed: 1.\n\n- steps, recipe: no reason" in text and "of `steps`: optax." in text
 
 
 @pytest.mark.parametrize("by_fio", [False, True])
@@ -102,53 +108,7 @@ def test_disk(by_fio, tmp_path, monkeypatch):
     assert [path.name for path in tmp_path.iterdir()] == ["found.json"]
 
 
-@pytest.mark.long("starts processes")
-def test_steps_in_turn(monkeypatch):
-    for name, n in {"LAYERS": 3, "WIDTH": 128, "TOKENS": 8}.items():
-        monkeypatch.setattr(paired, name, n)
-    found = paired.rounds(paired.systems(True, True), 2)
-    assert len(found) == 2 and len(found[0]) == 5
-    assert paired.summary(found, "resident", "resident")["median"] == 1
-    monkeypatch.setattr(rewriting, "SHAPE", Shape(1, 16, 1, vocab=16, context=4))
-    found = rewriting.row("toy", rewriting.in_turn(1, optax.sgd(1e-3), 1))
-    assert found["ratio"] > 0 and set(found["seconds"]) == {"jax.jit", "jo.jit"}
-
-
-# ---- make gpu
-
-
-@pytest.fixture
-def no_other_device(monkeypatch):
-    monkeypatch.setattr(workers, "device", lambda: ("cpu", "cpu"))
-
-
-@pytest.mark.long("each part of make gpu, on a toy")
-def test_gpu_runs_each_part_and_goes_on(tmp_path, monkeypatch, no_other_device):
-    out = tmp_path / "results.json"
-    only = "^AdamW; (unrolled; default|host)$|^TrainState -> grads, TrainState; fraction 0.5$|^1 MiB$|^seed 1$"
-    only += r"|^placement; jo.jit$|^stacked layers \(lax.scan\); (offloaded|resident)$"
-    arguments = ["--toy", "--only", only, "--out", str(out)]
-    assert gpu.main(arguments) == 0
-    data = json.loads(out.read_text())
-    found = summary.by_part(data)
-    assert {part: len(cases) for part, cases in found.items()} == {**dict.fromkeys(gpu.PARTS, 1), "steps": 2}
-    assert not summary.wrong(data) and not summary.failed(data) and not data["left"]
-    text = out.with_suffix(".md").read_text()
-    assert "Wrong: nothing." in text and all(f"## {part.capitalize()}" in text for part in gpu.PARTS)
-    monkeypatch.setattr(conduct, "Worker", None)  # nothing is run again
-    assert gpu.main(arguments) == 0
-    assert json.loads(out.read_text())["cases"] == data["cases"]
-
-
-@pytest.mark.parametrize(("result", "code"), [({"wrong": ["x is 2"]}, 1), ({"error": "no"}, 3), ({"apart": 0.0}, 0)])
-def test_gpus_exit_code_says_what_was_wrong(result, code, tmp_path, monkeypatch, no_other_device):
-    monkeypatch.setattr(conduct, "results", lambda part, names, **_: [(names[0], result)])
-    out = tmp_path / "results.json"
-    assert gpu.main(["--toy", "--parts", "donation", "--out", str(out)]) == code
-    assert json.loads(out.read_text())["left"]["donation"] == donation.cases(True)[1:]
-
-
-def test_gpu_notices_wrong_numbers_and_places(monkeypatch):
+def test_wrong_numbers_and_places_are_noticed(monkeypatch):
     nan = float("nan")
     assert values.judged({"w": 1e-7}, [1.0, 1e-6], [], values.LEAF) == []
     for first, losses, misplaced in (
@@ -170,23 +130,3 @@ def test_gpu_notices_wrong_numbers_and_places(monkeypatch):
     assert where.misplaced({"a": host}, {"a": jnp.ones(4)}) == ["a: pinned_host"]
     monkeypatch.setattr(where, "by_driver", lambda _: "device")
     assert where.misplaced({"a": host}, {"a": host}) == ["a: pinned_host, in device by the driver"]
-
-
-@pytest.mark.skipif(jax.__version_info__ < (0, 12), reason="the XLA of jax 0.10 copies them still")
-@pytest.mark.parametrize("turned", [False, True])
-def test_no_stack_is_copied_on_a_cpu(turned, monkeypatch):
-    """Each would be, in every iteration: in a step of 8 layers a seventh of its time."""
-    for name, n in {"LAYERS": 3, "WIDTH": 128, "TOKENS": 8}.items():
-        monkeypatch.setattr(paired, name, n)
-    tx = jo.offload(paired.CLIPPED if turned else paired.ADAMW)
-    params, x = paired.parameters(True), jnp.ones((paired.TOKENS, paired.WIDTH))
-    step, args = jo.jit(paired.step_of(tx), donate_argnums=(0, 1)), (params, tx.init(params), x)
-    if turned:
-        train = jo.pipelined(paired.step_of(tx), donate_argnames=("params", "state"))
-        carry, _ = train(args[:-1], args[-1])
-        step, args, _ = train.turned(carry, x)
-    text = step.lower(*args).compile().as_text()
-    stack = rf"f32\[{paired.LAYERS},{paired.WIDTH},{paired.WIDTH}\]"
-    bodies = [part for part in re.split(r"\n(?=\S)", text) if not part.startswith("ENTRY")]
-    assert any(re.search(stack, body) for body in bodies)
-    assert not [line for body in bodies for line in body.splitlines() if re.search(rf"= {stack}\S* copy\(", line)]

@@ -68,6 +68,15 @@ def with_constant(tx, p, s, x):
     return updated(tx, p, s, jax.grad(loss)(p, x) * RATES)
 
 
+def jitted_loss_with_constant(tx, p, s, x):
+    @jax.jit
+    def of_rows(p, x):
+        y, rates = jax.lax.scan(lambda y, row: (jnp.tanh(y * row), RATES), x, p)
+        return (y**2).mean() + (rates**2).mean()
+
+    return updated(tx, p, s, jax.grad(of_rows)(p, x))
+
+
 def changes(tx, p, s, x):
     """Chooses by a branch, and compares new and old, which are one array where the step is skipped."""
     g = jax.grad(loss)(p, x)
@@ -148,6 +157,7 @@ FEATURES = {
         lambda tx, p, s, x, a: (*plain(tx, p, s, x), a), ((x_of(0), jnp.ones(3)),), {"donate_argnums": (0, 1, 3)}
     ),
     "a NumPy constant": Feature(with_constant),
+    "a jitted loss with a constant": Feature(jitted_loss_with_constant),
     "skipped": Feature(changes, ((x_of(0),), (x_of(0) * np.nan,), (x_of(1),)), {"donate_argnums": (0, 1)}),
     "donated by name": Feature(plain, options={"donate_argnames": ("p", "s")}),
     "one array twice": Feature(same_twice, ((x_of(0), *(jnp.ones(4),) * 2),) * 2),

@@ -195,7 +195,7 @@ class Plan:
         if row.on_cores:
             # They read and write the state once, and what goes up and comes down, as the link does as well.
             crossed = 2 * (row.on_cores + row.loaded + row.stored)
-            return link, None if chip.dram_bandwidth is None else max(link, crossed / chip.dram_bandwidth)
+            return link, max(link, crossed / chip.dram_bandwidth)
         if row.waits and not pipelined:  # one way follows the other
             link = link_time(chip, row.loaded, 0) + link_time(chip, 0, row.stored)
             return link, link
@@ -294,12 +294,11 @@ class Plan:
         same = [row for row in self._ranked if row.same_numbers] or self._ranked
         least = min(same, key=lambda row: row.peak)
         first = f"Nothing fits: {least.name} takes least and is {least.why} on {on}."
-        memory = (on_gpus(self.chip) and self.device_memory) or 0
-        for row in same if memory else ():
-            share = math.ceil(100 * row.peak / (1 - HEADROOM) / memory) / 100
-            if (row.room or 0) < 0 and share <= MOST and not self._over_on_the_host(row):
-                share = MOST if row.missing else share
-                fits = _condition(row, int(memory * share * (1 - HEADROOM)) - row.peak)
+        for row in same:
+            needed = self._share_for(row)
+            if (row.room or 0) < 0 and needed <= MOST and not self._over_on_the_host(row):
+                share = MOST if row.missing else needed
+                fits = _condition(row, int((self.device_memory or 0) * share * (1 - HEADROOM)) - row.peak)
                 second = f"With {FRACTION}={share:g} in the environment, {WORDS.get(row.name, row.name)} fits {fits}"
                 return f"{first} {second.rstrip()}.", f"export {FRACTION}={share:g}\n{row.code}", row
         if on_device := [row for row in same if (row.room or 0) >= 0]:
@@ -312,6 +311,22 @@ class Plan:
             second = f"Activations take {in_bytes(takes)}: take fewer tokens a step, or more devices."
         return f"{first} {second}", "", None
 
+    def _share_for(self, row: Row) -> float:
+        """Return the share of a GPU's memory that jax has to take for a row and the headroom; infinite if unknown."""
+        memory = (on_gpus(self.chip) and self.device_memory) or 0
+        return math.ceil(100 * row.peak / (1 - HEADROOM) / memory) / 100 if memory else math.inf
+
+    def _preallocated(self) -> str:
+        """Name the rows that are more than the share of a GPU that jax takes, and less than the GPU has; or nothing."""
+        said, memory = list[str](), self.device_memory or 0
+        for row in self.options:
+            if not row.missing and (row.room or 0) < 0 and row.peak <= memory and self._share_for(row) < math.inf:
+                needed = self._share_for(row)
+                fix = f"fits with {FRACTION}={needed:g} before jax starts" if needed <= MOST else "leaves no headroom"
+                said.append(f"{row.name} takes {row.peak / memory:.0%} and {fix}")
+        taken = f"preallocation: jax takes {jax_takes(self.chip)[0]:.0%} of the device for itself"
+        return "; ".join([taken, *said]) if said else ""
+
     @cached_property
     def assumptions(self) -> tuple[str, ...]:
         """The inputs and the assumptions, as printed."""
@@ -321,6 +336,7 @@ class Plan:
                 f"memory: {in_bytes(self.device_memory)}; {jax_takes(self.chip)[1]}; less {HEADROOM:.0%} headroom, "
                 f"{in_bytes(self.usable)} count"
             )
+        found += filter(None, [self._preallocated()])
         if self.activations is None and not compiled:
             found.append("activations: not known, and in no sum")
         found.append(self._time(compiled))
@@ -344,6 +360,8 @@ class Plan:
         one, both, source = chip.host_link / 1e9, chip.host_link_both / 2e9, chip.sources.get("host_link_both", "")
         known = next((f", {word}" for word in ("measured", "assumed") if source.startswith(word)), "")
         said = f"time: {how}: {chip.name}'s link {one:g} GB/s one way, {both:g} each way at once{known}"
+        if any(row.on_cores for row in self.options):
+            said += f", DRAM {chip.dram_bandwidth / 1e9:g} per card"
         if compiled:
             return said
         if not self.compute or not self.speed:
@@ -352,7 +370,7 @@ class Plan:
         if any(row.waits for row in self.options):
             hides = "forward pass (1/3) hides jo.pipelined's copies; nothing hides jo.jit's, one way after the other"
         return (
-            f"{said}; {self.tokens_per_step:,} tokens × {OPERATIONS} operations for each parameter of a matrix, at "
+            f"{said}; {self.tokens_per_step:,} tokens × {OPERATIONS} operations for each matrix parameter, at "
             f"{self.speed / 1e12:.4g} TFLOP/s, take {in_seconds(self.compute)}; the {hides}"
         )
 

@@ -26,8 +26,6 @@ _PLATFORMS = ("cuda", "tpu")
 _TPU_KINDS = {"v5 lite": "v5e", "v5": "v5p", "v6 lite": "v6e"}  # as jax has them in device_kind
 # Suffixes of the card that the figures describe, as opposed to PCIe, NVL, a MIG slice, or another memory.
 _SAME_CARD = re.compile(r"sxm\d*|hbm\w*|80gb|141gb|480gb")
-_NEEDED = ("hbm_bytes", "flops", "hbm_bandwidth", "host_link", "dram_bytes")
-_FIGURES = (*_NEEDED, "host_link_both", "interconnect", "dram_bandwidth")
 
 FRACTION, OTHER_NAME, BY_DEFAULT = "XLA_PYTHON_CLIENT_MEM_FRACTION", "XLA_CLIENT_MEM_FRACTION", 0.75
 BOTH_WAYS = 1.49  # speed of both ways of a link at once, in times of one way alone: as measured on an H100
@@ -38,37 +36,21 @@ REPEATS = 3
 
 
 @dataclasses.dataclass(frozen=True)
-class Reached:
-    """Speeds that real programs reach, per second; assumptions that the simulated timeline uses.
-
-    Attributes:
-      bf16, f32: operations of large matmuls; other dtypes count as float32.
-      hbm: bytes that fusions read and write in device memory.
-      interconnect: bytes that a ring sends to the other accelerators, and as many that it receives.
-    """
-
-    bf16: float
-    f32: float
-    hbm: float
-    interconnect: float
-
-
-@dataclasses.dataclass(frozen=True)
 class Chip:
-    """The figures of one accelerator and its host, in bytes, bytes per second and operations per second.
+    """What one accelerator and its host have and reach, in bytes, bytes per second and operations per second.
 
     Attributes:
       name: the name by which ``chip`` knows it.
       platform: ``"cuda"`` or ``"tpu"``.
       hbm_bytes: bytes of device memory.
-      flops: operations per second of dense matmuls in bfloat16, from the data sheet.
-      hbm_bandwidth: bytes per second of device memory, from the data sheet.
+      bf16: operations per second of large matmuls in bfloat16 or float16.
+      f32: operations per second of large matmuls in other dtypes.
+      hbm_bandwidth: bytes per second that fusions read and write in device memory.
       host_link: bytes per second between pinned host memory and the device, one way alone.
       host_link_both: bytes per second of both ways at once, their sum.
-      interconnect: bytes per second to other accelerators, one way.
+      interconnect: bytes per second that a ring sends to other accelerators, and as many that it receives.
       dram_bytes: bytes of the host's memory for each of its accelerators.
-      reached: the speeds that programs reach, below ``flops``, ``hbm_bandwidth`` and ``interconnect``.
-      dram_bandwidth: bytes per second of the host's memory for each of its accelerators; ``None`` if unknown.
+      dram_bandwidth: bytes per second of the host's memory for each of its accelerators.
       sources: for each figure, where it is published, how it was measured, or why it is assumed.
 
     Example:
@@ -83,19 +65,28 @@ class Chip:
     name: str
     platform: str
     hbm_bytes: int
-    flops: float
+    bf16: float
+    f32: float
     hbm_bandwidth: float
     host_link: float
     host_link_both: float
     interconnect: float
     dram_bytes: int
-    reached: Reached
-    dram_bandwidth: float | None = None
+    dram_bandwidth: float
     sources: Mapping[str, str] = dataclasses.field(default_factory=dict, repr=False, compare=False)
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return the figures and their sources as JSON types."""
-        return dataclasses.asdict(self) | {"sources": dict(self.sources)}
+    @property
+    def beside_others(self) -> Chip:
+        """The chip while the other accelerators of its host are busy too: its link shares the host's memory."""
+        both = min(self.host_link_both, self.dram_bandwidth)
+        if both == self.host_link_both:
+            return self
+        said = {"host_link_both": "assumed: as dram_bandwidth, as all accelerators of a host share its memory"}
+        link = min(self.host_link, both)
+        return dataclasses.replace(self, host_link=link, host_link_both=both, sources={**self.sources, **said})
+
+
+_FIGURES = {f.name: f.type for f in dataclasses.fields(Chip) if f.type in ("int", "float")}
 
 
 class Chips:
@@ -104,17 +95,15 @@ class Chips:
     Args:
       name: a name that the library knows (``a100``, ``h100``, ``h200``, ``b200``, ``gh200``, ``gb200``, ``v5e``,
         ``v5p``, ``v6e``); jax's name for a device, ``jax.devices()[0].device_kind``; the path of your own file,
-        ``my_chip.toml``, with the fields of ``Chip`` at its top level; or a ``Chip``, which is returned. A file needs
-        ``hbm_bytes``, ``flops``, ``hbm_bandwidth``, ``host_link`` and ``dram_bytes``. With ``like = "h100"`` it takes
-        the figures that it lacks from that chip.
+        ``my_chip.toml``, with the fields of ``Chip`` at its top level; or a ``Chip``, which is returned. Figures that a
+        file lacks are those of the chip that its line ``like = "a100"`` names, or of an ``h100``.
 
     Returns:
       A ``Chip``. ``jax_offload.chip.measured()`` returns this machine's accelerator, with its link measured.
 
     Raises:
       TypeError: ``name`` is none of these.
-      ValueError: no chip has that name; or the file lacks a figure, or holds an unknown one or one that is not a
-        number.
+      ValueError: no chip has that name; or the file holds an unknown figure or one that is not a number.
 
     Example:
       >>> import jax_offload as jo
@@ -169,7 +158,7 @@ class Chips:
         figures: dict[str, Any] = {
             "host_link": min(load, store),
             "host_link_both": 2 * both,
-            "dram_bandwidth": None if dram is None else dram / sharing,
+            **({} if dram is None else {"dram_bandwidth": dram / sharing}),
             "dram_bytes": like.dram_bytes if usable is None else usable // max(1, jax.local_device_count()),
             # jax tells its own share of a GPU
             "hbm_bytes": like.hbm_bytes if name or not limit else round(limit / jax_takes(like)[0]),
@@ -232,43 +221,31 @@ def _of_file(path: Path) -> Chip:
         table = tomllib.loads(path.read_text())
     except (OSError, ValueError) as error:
         raise ValueError(f"chip: {path} is no TOML, lines of name = number: {error}") from error
-    like = table.pop("like", None)
-    base = {} if like is None else chip(like).to_dict()
-    base.pop("name", None)
-    # A figure that follows from the file's own figures is not taken from the other chip.
-    for key, of in {"reached": {"flops", "hbm_bandwidth", "interconnect"}, "host_link_both": {"host_link"}}.items():
-        if table.keys() & of:
-            base.pop(key, None)
-    sources = {key: f"as {like}" for key in base if key != "sources"} | {key: str(path) for key in table}
-    return _parsed(
-        table.pop("name", path.stem), base | table | {"sources": sources | table.get("sources", {})}, str(path)
+    like = chip(table.pop("like", "h100"))
+    sources = (
+        {key: f"as {like.name}" for key in _FIGURES} | {key: str(path) for key in table} | table.get("sources", {})
     )
+    if "host_link" in table and "host_link_both" not in table:
+        table["host_link_both"] = BOTH_WAYS * table["host_link"]
+        sources["host_link_both"] = f"assumed: {BOTH_WAYS} times one way, as measured on an h100"
+    base = {f.name: getattr(like, f.name) for f in dataclasses.fields(like)}
+    return _parsed(table.pop("name", path.stem), base | table | {"sources": sources}, str(path))
 
 
 def _parsed(name: str, table: Mapping[str, Any], where: str) -> Chip:
-    fields = [field.name for field in dataclasses.fields(Chip) if field.name != "name"]
-    if unknown := table.keys() - {*fields}:
-        raise ValueError(f"chip: {where} has {', '.join(sorted(unknown))}; a chip has {', '.join(fields)}.")
-    if missing := [key for key in _NEEDED if key not in table]:
-        raise ValueError(f'chip: {where} lacks {", ".join(missing)}. Add them, or a line like = "h100".')
+    if unknown := table.keys() - {"name", "platform", "sources", *_FIGURES}:
+        known = ", ".join(("platform", *_FIGURES))
+        raise ValueError(f"chip: {where} has {', '.join(sorted(unknown))}; a chip has {known}.")
     for key in _FIGURES:
-        value = 1 if (value := table.get(key)) is None else value
+        value = table[key]
         if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
             raise ValueError(f"chip: {key} in {where} is {value!r}; expected a number above 0, in bytes or per second.")
-    platform = table.get("platform", "cuda")
-    if platform not in _PLATFORMS:
-        raise ValueError(f"chip: platform in {where} is {platform!r}; expected one of {', '.join(_PLATFORMS)}.")
-    figures: dict[str, Any] = {"interconnect": table["host_link"], "host_link_both": BOTH_WAYS * table["host_link"]}
-    figures |= {key: table[key] for key in _FIGURES if table.get(key) is not None}
-    figures = {key: int(x) if key.endswith("_bytes") else float(x) for key, x in figures.items()}
-    # If a file does not say what programs reach, they reach the same shares as on the known chips.
-    reached = {"bf16": figures["flops"] * 2 / 3, "f32": figures["flops"] / 3, "hbm": figures["hbm_bandwidth"] * 5 / 6}
-    reached["interconnect"] = figures["interconnect"] * 7 / 9
-    given = dict(table.get("reached", {}))
-    if unknown := given.keys() - reached.keys():
-        raise ValueError(f"chip: reached in {where} has {', '.join(sorted(unknown))}; expected {', '.join(reached)}.")
-    speeds = Reached(**{key: float(x) for key, x in (reached | given).items()})
-    return Chip(name=name, platform=platform, reached=speeds, sources=dict(table.get("sources", {})), **figures)
+    if table["platform"] not in _PLATFORMS:
+        raise ValueError(
+            f"chip: platform in {where} is {table['platform']!r}; expected one of {', '.join(_PLATFORMS)}."
+        )
+    figures: Any = {key: int(table[key]) if of == "int" else float(table[key]) for key, of in _FIGURES.items()}
+    return Chip(**{**table, **figures, "name": name})
 
 
 # -- measured

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import bisect
 import dataclasses
 import re
 from collections import Counter, defaultdict
@@ -15,7 +14,18 @@ from jax_offload._analysis.chips import Chip
 from jax_offload._analysis.chips import chip as chip_of
 from jax_offload._analysis.compiled import SAYS, Compiled, compiled
 from jax_offload._analysis.hlo import Module
-from jax_offload._analysis.timeline import COMPUTE, LOAD, STORE, UNKNOWN, Program, Segment, Timeline
+from jax_offload._analysis.timeline import (
+    COMPUTE,
+    LOAD,
+    STORE,
+    UNKNOWN,
+    Program,
+    Segment,
+    Timeline,
+    length,
+    merged,
+    without,
+)
 from jax_offload._base.text import aligned, in_seconds, preformatted
 
 _MIB = 2**20
@@ -34,8 +44,7 @@ class Transfer:
       loads: whether from the host.
       nbytes: per device.
       pieces: how many copies.
-      hidden: of the time that the copies take, the share for which the program does not wait; simulated.
-      behind: the operation across which most of it moves; empty where nothing is computed meanwhile.
+      hidden: of the time that the copies take, the share in which something is computed; simulated.
     """
 
     leaf: str
@@ -43,7 +52,6 @@ class Transfer:
     nbytes: int
     pieces: int
     hidden: float
-    behind: str
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,27 +63,22 @@ class Problem:
     error: bool = True
 
 
-def transfers(played: Timeline) -> tuple[Transfer, ...]:
-    """Return the transfers of a run, one for each leaf and direction, in the order of their starts."""
-    computing = [s for s in played.segments if s.lane == COMPUTE]
-    begins = [s.begin for s in computing]
+def transfers(played: Timeline, unknown: str = UNKNOWN) -> tuple[Transfer, ...]:
+    """Return the transfers of a run, one for each leaf and direction, in the order of their starts.
+
+    ``unknown``: what moves where no leaf is known.
+    """
+    computing = played.spans(COMPUTE)
     found: dict[tuple[str, bool], list[Segment]] = {}
     for s in played.segments:
         if s.lane in (LOAD, STORE):
-            found.setdefault((s.name, s.lane == LOAD), []).append(s)
+            found.setdefault((unknown if s.name == UNKNOWN else s.name, s.lane == LOAD), []).append(s)
     result = []
     for (leaf, loads), copies in found.items():
-        seconds = sum(s.end - s.begin for s in copies)
-        waited = sum(min(s.end - s.waited, s.end - s.begin) for s in copies)
-        behind: Counter[str] = Counter()
-        for s in copies:
-            for other in computing[
-                max(bisect.bisect_right(begins, s.begin) - 1, 0) : bisect.bisect_left(begins, s.end)
-            ]:
-                behind[other.name] += max(0.0, min(s.end, other.end) - max(s.begin, other.begin))  # pyright: ignore
-        most = behind.most_common(1)
-        nbytes, share = sum(s.nbytes for s in copies), 1 - waited / seconds if seconds else 1.0
-        result.append(Transfer(leaf, loads, nbytes, len(copies), share, most[0][0] if most and most[0][1] > 0 else ""))
+        busy = merged(copies)
+        seconds, nbytes = length(busy), sum(s.nbytes for s in copies)
+        hidden = 1 - length(without(busy, computing)) / seconds if seconds else 1.0
+        result.append(Transfer(leaf, loads, nbytes, len(copies), hidden))
     return tuple(result)
 
 
@@ -310,11 +313,9 @@ class Inspection:
             found.append((f"simulated on {t.chip}, not measured", [("", "time"), *rows]))
         if self.transfers:
             by_bytes = sorted(self.transfers, key=lambda t: (-t.nbytes, t.leaf, not t.loads))
-            rows = [
-                (t.leaf, "load" if t.loads else "store", _mib(t.nbytes), f"{t.hidden:.0%}", t.behind) for t in by_bytes
-            ]
-            rows = rows if len(rows) <= 40 else [*rows[:39], (f"... and {len(rows) - 39} more", "", "", "", "")]
-            found.append(("transfers", [("leaf", "way", "MiB", "hidden", "behind"), *rows]))
+            rows = [(t.leaf, "load" if t.loads else "store", _mib(t.nbytes), f"{t.hidden:.0%}") for t in by_bytes]
+            rows = rows if len(rows) <= 40 else [*rows[:39], (f"... and {len(rows) - 39} more", "", "", "")]
+            found.append(("transfers", [("leaf", "way", "MiB", "hidden"), *rows]))
         rows = [("error" if p.error else "warning", f"{p.leaf}: {p.what}" if p.leaf else p.what) for p in self.problems]
         rows = rows or [("none", "")]
         rows += [("not seen", self.unseen)] if self.unseen else []
@@ -379,7 +380,8 @@ def inspect(
 
 def inspected(program: Compiled, chip: str | Path | Chip | None) -> Inspection:
     """Inspect a compiled step. ``chip``: the chip whose speeds the simulation uses."""
-    speeds = program.chip if chip is None else chip
+    own = program.chip and (program.chip.beside_others if program.module.devices > 1 else program.chip)
+    speeds = own if chip is None else chip
     # Without the chip's figures the schedule still tells what lives when; its times are then discarded.
     schedule = Program(program.module, chip_of("h200" if speeds is None else speeds), program.roles)
     run, m = schedule.timeline(), program.memory
@@ -394,10 +396,7 @@ def inspected(program: Compiled, chip: str | Path | Chip | None) -> Inspection:
         host=host + m.host_temp_size_in_bytes,
         host_temp=m.host_temp_size_in_bytes,
         # The first of several programs sends what the host's cores read.
-        transfers=tuple(
-            dataclasses.replace(t, leaf="gradients") if program.program and t.leaf == UNKNOWN else t
-            for t in transfers(run)
-        ),
+        transfers=transfers(run, "gradients" if program.program else UNKNOWN),
         problems=problems(program, schedule, run),
         timeline=None if speeds is None else run,
         compiled_for=program.compiled_for,

@@ -22,14 +22,13 @@ from jax_offload._analysis.chips import chip as chip_of
 from jax_offload._analysis.inspection import inspect
 from jax_offload._analysis.targets import target_of
 from jax_offload._analysis.timeline import compute_time
-from jax_offload._base.around import described, shardings_of
+from jax_offload._base.around import shardings_of
 from jax_offload._base.arrays import Offloaded, nbytes
 from jax_offload._base.jaxprs import Var
 from jax_offload._base.paths import key_of
 from jax_offload._base.shardings import names_in, sharding_of, shards_of
 from jax_offload._base.text import bytes_of, count_of, in_bytes
 from jax_offload._disk.option import disk as disk_option
-from jax_offload._emit.find import updates_in
 from jax_offload._emit.region import Moved, Update
 from jax_offload._interop.jit import jit
 from jax_offload._interop.pipelined import pipelined
@@ -37,9 +36,8 @@ from jax_offload._ir.propagate import NEEDS
 from jax_offload._offload import offload
 from jax_offload._placement.arguments import check_inner, check_params
 from jax_offload._report.callables import replaced, unwrapped
-from jax_offload._report.report import trace_of
-from jax_offload._state.state import abstract_state, placed_leaves
-from jax_offload._update.update_params import update_params
+from jax_offload._report.report import of_transformation
+from jax_offload._state.state import placed_leaves
 
 RECOMPUTED = 17  # elements that the one layer under recomputation holds, for each token and column of its width
 GATHERED = 3  # layers that are whole on a device where parameters are divided: in use, prefetched, and a gradient
@@ -144,6 +142,7 @@ def plan(
     leaves = jax.tree.leaves(params)
     dtype = str(max(leaves, key=nbytes).dtype) if leaves else "float32"
     count = max((s.num_devices for x in leaves if (s := sharding_of(x)) is not None), default=1)
+    known = known.beside_others if known is not None and count > 1 else known
     if activations is not None:
         activations = bytes_of("activations", activations)
         said.append(f"activations: {in_bytes(activations)} on each device, as given")
@@ -231,7 +230,7 @@ class _Rows:
         code = f"{code}; step = {run}(step, donate_argnums=(0, 1))"
         row = Row(name, code, parameters, parameters, **sizes_of(tx, self.params, run),
                   activations=self.setting.activations, same_numbers=same)  # fmt: skip
-        return self.setting.judged(row if self.made is None else self.made.compiled(row, tx, run))
+        return self.setting.judged(row if self.made is None else self.made.compiled(row, tx, run, self.setting.chip))
 
     def row(self, name: str, options: Mapping[str, Any], run: str = "jo.jit") -> list[Row]:
         """Return the row of an ``offload`` with these options; or none, with a note, if your step cannot run so."""
@@ -280,7 +279,8 @@ class _Rows:
             share = max(math.ceil(100 * share), 1) / 100
             if share >= 1:
                 break
-            moved = sizes_of(offload(self.inner, **{**options, "fraction": share}), self.params, "jax.jit")["host"]
+            leaves = placed_leaves(offload(self.inner, **{**options, "fraction": share}), self.params)[0]
+            moved = sum(leaf.shard_bytes for leaf, _, _ in leaves if leaf.host)
             share = max(share, math.ceil(100 * moved / whole.host) / 100)
             row = self.row("fraction", {**options, "fraction": share}, run) if share < 1 else []
             if not row or (over := row[0].peak - usable) <= 0:
@@ -326,13 +326,13 @@ class Steps:
         self._donated = tuple(replaced(args, jax.eval_shape(step, *args)))
         return seen[0]
 
-    def compiled(self, row: Row, tx: Any, run: str) -> Row:
+    def compiled(self, row: Row, tx: Any, run: str, chip: Chip | None) -> Row:
         """Return a row with the compiler's figures, if there is a target."""
         if self.target is None:
             return row
         step, args = self._made(tx, row.name)
         try:
-            found = inspect(_RUN[run](step, donate_argnums=self._donated), *args, target=self.target)
+            found = inspect(_RUN[run](step, donate_argnums=self._donated), *args, target=self.target, chip=chip)
         except jax.errors.JaxRuntimeError as error:  # a TPU's compiler gives up if memory does not suffice
             if "RESOURCE_EXHAUSTED" not in str(error):
                 raise
@@ -400,21 +400,17 @@ def sizes_of(tx: Any, params: Any, run: str) -> dict[str, Any]:
     }
     if run == "jax.jit":
         return sizes | {"window": 0, "loaded": 0, "stored": 0, "waits": False}
-    with described(params):
-        trace, _ = trace_of(lambda p, s: update_params(tx, p, s, p), params, abstract_state(tx, params))
-    if trace is None:  # its update needs arguments that only a step has
+    table, found = of_transformation(tx, params)
+    if table.unknown:  # its update needs arguments that only a step has
         return sizes | {"window": None, "loaded": None, "stored": sizes["host"] + sizes["disk"], "waits": False}
-    updates = [each.update for each in updates_in(trace)]
+    updates = [each.update for each in found]
     planned = [p for update in updates for p in update.planned if not p.on_cores]
     loads = Counter(v for p in planned for v in p.slice.loads)
     # A leaf that a norm of the state reads first is loaded twice, unless a scan of the step holds both updates.
     doubtful = run == "jo.jit" and max(loads.values(), default=1) > 1
     loaded = sum(p.slice.loaded_bytes for p in planned)
-    at_once: dict[int, int] = {}
-    for p in planned:
-        at_once[id(p.window)] = max(at_once.get(id(p.window), 0), p.window.nbytes, p.bytes_at_once)
     return sizes | {
-        "window": None if sizes["disk"] else min(sum(at_once.values()), loaded),
+        "window": None if sizes["disk"] else min(sum(window.nbytes for window in table.windows), loaded),
         "loaded": None if doubtful else loaded + up,
         "stored": sum(map(_stored, updates)) + 2 * up,
         "waits": any(isinstance(update, Update) and _waits_for_all(update) for update in updates),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import re
 import tempfile
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,30 +15,20 @@ from jax_offload._analysis.chips import Chip
 from jax_offload._analysis.compiled import compiled
 from jax_offload._analysis.hlo import Module
 from jax_offload._analysis.inspection import inspected
-from jax_offload._analysis.timeline import COLLECTIVES, COMPUTE, LOAD, STORE, Segment, Timeline
+from jax_offload._analysis.timeline import COLLECTIVES, COMPUTE, LOAD, SECONDS, STORE, Segment, Timeline
 from jax_offload._base.text import aligned
 from jax_offload._report.callables import replaced
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Profile:
-    """Where the time of a step went, measured, in seconds per step; ``print`` it.
+class Profile(Timeline):
+    """Where the time of a step went, measured: a ``Timeline`` per step, to ``print`` or ``save``.
 
-    ``jax_offload.profile`` returns it. ``step`` is ``compute + exposed + exposed_collectives + idle``.
+    ``jax_offload.profile`` returns it. ``step`` is from the beginning of the first operation to the end of the last,
+    divided by the number of steps. A picture or a trace shows all measured steps.
 
     Attributes:
-      step: from the beginning of the first operation to the end of the last, divided by the number of steps.
-      compute: the time during which something is computed.
-      loading: the time during which something is copied from the host.
-      storing: the time during which something is copied to the host.
-      overlap: the time during which something is copied and something is computed.
-      exposed: the time during which something is copied and nothing is computed.
-      collectives: the time during which devices exchange something.
-      exposed_collectives: the part of it during which nothing is computed or copied.
-      idle: the remaining time.
-      steps: the number of measured steps.
       simulated: the simulated timeline; ``None`` if the chip's figures are unknown or the step is several programs.
-      timeline: all measured steps, to save as a picture or a trace.
 
     Example:
       >>> import jax, jax.numpy as jnp, jax_offload as jo
@@ -47,18 +37,7 @@ class Profile:
       (True, 0.0)
     """
 
-    step: float
-    compute: float
-    loading: float
-    storing: float
-    overlap: float
-    exposed: float
-    collectives: float
-    exposed_collectives: float
-    idle: float
-    steps: int
-    simulated: Timeline | None
-    timeline: Timeline = dataclasses.field(repr=False)
+    simulated: Timeline | None = None
 
     @property
     def off(self) -> float | None:
@@ -66,65 +45,30 @@ class Profile:
         return None if self.simulated is None or not self.step else self.simulated.step / self.step - 1
 
     def to_dict(self) -> dict[str, Any]:
-        """Return everything as JSON types, without the timeline's segments."""
-        figures = {
-            f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name not in ("simulated", "timeline")
-        }
-        return figures | {"simulated": self.simulated and self.simulated.to_dict(), "off": self.off}
+        """Return everything as JSON types, without the segments."""
+        return super().to_dict() | {"simulated": self.simulated and self.simulated.to_dict(), "off": self.off}
 
     def __str__(self) -> str:
-        names = ["step", "compute", "loading", "storing", "overlap", "exposed", "idle"]
-        if self.collectives:
-            names[-1:-1] = ["collectives", "exposed_collectives"]
-        rows: list[tuple[str, ...]] = [
-            (f"ms per step, of {self.steps}", "measured", "simulated" if self.simulated else "")
-        ]
-        for name in names:
-            known = (getattr(t, name, None) for t in (self, self.simulated))
-            rows.append((name, *("" if seconds is None else f"{1e3 * seconds:.3f}" for seconds in known)))
+        known = [self] if self.simulated is None else [self, self.simulated]
+        names = [name for name in SECONDS if self.collectives or "collectives" not in name]
+        rows = [(name, *(f"{1e3 * getattr(t, name):.3f}" for t in known)) for name in names]
+        head = (f"ms per step, of {self.steps}", "measured", "simulated")[: 1 + len(known)]
         off = [] if self.off is None else [f"the simulation is off by {self.off:+.0%}"]
-        return "\n".join([*aligned(rows, (1, 2)), *off])
+        return "\n".join([*aligned([head, *rows], (1, 2)), *off])
 
 
 def measured(segments: Sequence[Segment], steps: int, simulated: Timeline | None = None) -> Profile:
-    """Sum up the segments of some steps, per step.
+    """Return the profile of the segments of some steps.
 
     Raises:
       ValueError: nothing ran.
     """
     if not segments:
         raise ValueError("profile(): the trace has nothing of a device or of XLA: may this user profile it?")
-    first, last = min(s.begin for s in segments), max(s.end for s in segments)
-    moved = [dataclasses.replace(s, begin=s.begin - first, end=s.end - first, waited=s.end - first) for s in segments]
-
-    def length(*lanes: str) -> float:
-        return _length((s.begin, s.end) for s in moved if s.lane in lanes)
-
-    compute, copying, busy = length(COMPUTE), length(LOAD, STORE), length(COMPUTE, LOAD, STORE)
-    all_of_it = length(COMPUTE, LOAD, STORE, COLLECTIVES)
-    both: dict[str, Any] = {
-        "step": last - first,
-        "compute": compute,
-        "exposed": busy - compute,
-        "collectives": length(COLLECTIVES),
-        "exposed_collectives": all_of_it - busy,
-    }
-    own = {"loading": length(LOAD), "storing": length(STORE), "overlap": copying + compute - busy}
-    own["idle"] = last - first - all_of_it
-    loaded, stored = (sum(s.nbytes for s in moved if s.lane == lane) for lane in (LOAD, STORE))
-    link = max(own["loading"], own["storing"])
-    timeline = Timeline(link=link, loaded=loaded, stored=stored, segments=tuple(moved), **both)
-    each = {name: seconds / steps for name, seconds in (both | own).items()}
-    return Profile(**each, steps=steps, simulated=simulated, timeline=timeline)
-
-
-def _length(intervals: Iterable[tuple[float, float]]) -> float:
-    """Return the length of the union of the intervals."""
-    total, reached = 0.0, float("-inf")
-    for begin, end in sorted(intervals):
-        total += max(0.0, end - max(begin, reached))
-        reached = max(reached, end)
-    return total
+    first = min(s.begin for s in segments)
+    moved = [dataclasses.replace(s, begin=s.begin - first, end=s.end - first) for s in segments]
+    found = Profile(tuple(moved), steps=steps, simulated=simulated)
+    return dataclasses.replace(found, link=max(found.loading, found.storing))
 
 
 def profile(step: Any, *args: Any, steps: int = 3, chip: str | Path | Chip | None = None) -> Profile:
@@ -191,6 +135,7 @@ _COLLECTIVE = re.compile(
 )
 # The lines of a TPU's plane hold operations in sequence, and asynchronous ones while they are in flight.
 _OPS, _BESIDE = "XLA Ops", "Async XLA Ops"
+_STARTS_OR_ENDS, _RUNS = re.compile(r".*-(start|done|update)\b"), re.compile(r"(while|conditional|call)\b")
 
 
 def segments_of(data: Any, module: Module | None = None) -> list[Segment]:
@@ -202,45 +147,43 @@ def segments_of(data: Any, module: Module | None = None) -> list[Segment]:
       ValueError: a TPU's trace has copies between host and device, and not how long they were in flight.
     """
     planes = sorted(data.planes, key=lambda plane: plane.name)
-    if tpu := next((plane for plane in planes if re.fullmatch(r"/device:TPU:\d+", plane.name)), None):
-        return sorted(_of_a_tpu(tpu, module), key=lambda s: s.begin)
-    devices = [plane for plane in planes if plane.name.startswith("/device:GPU")]
-    found: list[Segment] = []
-    for plane in devices[:1] or [plane for plane in planes if plane.name == "/host:CPU"]:
-        for line in plane.lines:
-            if devices and not line.name.startswith("Stream"):
-                continue  # the same again, as modules, steps, scopes
-            for event in line.events:
-                if event.duration_ns and (devices or any(key == "hlo_op" for key, _ in event.stats)):
-                    lane = _lane(event.name)
-                    if lane:
-                        found.append(_segment(lane, event, event.name, _bytes(event)))
-    return sorted(found, key=lambda s: s.begin)
+    for kind, wanted in {"/device:TPU:": (_OPS, _BESIDE), "/device:GPU:": ("Stream",), "/host:CPU": ("",)}.items():
+        if plane := next((plane for plane in planes if plane.name.startswith(kind)), None):
+            events = [
+                (line.name, event) for line in plane.lines if line.name.startswith(wanted) for event in line.events
+            ]
+            copies = _copies(module) if module and kind == "/device:TPU:" else {}
+            lines = {line.name for line in plane.lines}
+            if _BESIDE not in lines and any(_plain(event.name) in copies for _, event in events):
+                raise ValueError(
+                    f"profile(): the trace of {plane.name} has no line {_BESIDE!r}, so it does not say how long copies "
+                    f"between host and device were in flight; it has {', '.join(sorted(lines))}. Look at the trace "
+                    "itself (jax.profiler.trace; transfers have their leaves' names), and at jax_offload.inspect."
+                )
+            if kind == "/host:CPU":
+                events = [(line, event) for line, event in events if any(key == "hlo_op" for key, _ in event.stats)]
+            found = [_segment(line, event, copies) for line, event in events if event.duration_ns]
+            return sorted(filter(None, found), key=lambda s: s.begin)
+    return []
 
 
-def _of_a_tpu(plane: Any, module: Module | None) -> Iterator[Segment]:
-    """Yield the segments of arithmetic, of collectives, and of copies between host and device."""
-    copies = _copies(module) if module else {}
-    lines = {line.name: [event for event in line.events if event.duration_ns] for line in plane.lines}
-    used = {_plain(event.name) for event in lines.get(_OPS, [])}
-    if _BESIDE not in lines and not used.isdisjoint(copies):
-        raise ValueError(
-            f"profile(): the trace of {plane.name} has no line {_BESIDE!r}, so it does not say how long copies between "
-            f"host and device were in flight; it has {', '.join(sorted(lines)) or 'none'}. Look at the trace itself "
-            "(jax.profiler.trace; transfers have their leaves' names), and at jax_offload.inspect."
-        )
-    for event in lines.get(_OPS, []):
-        name = _plain(event.name)
-        if _COLLECTIVE.match(name) and not re.search(r"-(start|done)\b", name):
-            yield _segment(COLLECTIVES, event, name)
-        elif not re.search(r"-(start|done|update)\b", name) and not re.match("(while|conditional|call)\\b", name):
-            yield _segment(COMPUTE, event, name)
-    for event in lines.get(_BESIDE, []):
-        name = _plain(event.name)
-        if (copy := copies.get(name)) is not None:
-            yield _segment(LOAD if copy[0] else STORE, event, name, copy[1])
-        elif _COLLECTIVE.match(name):
-            yield _segment(COLLECTIVES, event, name)
+def _segment(line: str, event: Any, copies: Mapping[str, tuple[bool, int]]) -> Segment | None:
+    """Return the segment of an event; ``None`` if it starts, ends or contains others that count themselves."""
+    name, begin, lane, nbytes = _plain(event.name), event.start_ns / 1e9, COMPUTE, 0
+    plain = event.name.replace(" ", "").lower()
+    if line == _BESIDE and name in copies:
+        loads, nbytes = copies[name]
+        lane = LOAD if loads else STORE
+    elif plain.startswith("memcpy"):
+        lane = LOAD if "h2d" in plain or "htod" in plain else STORE if "d2h" in plain or "dtoh" in plain else ""
+        nbytes = _bytes(event)
+    elif line in (_OPS, _BESIDE) and (_RUNS.match(name) or (line == _OPS and _STARTS_OR_ENDS.match(name))):
+        lane = ""
+    elif _COLLECTIVE.match(event.name if line.startswith("Stream") else name):
+        lane = COLLECTIVES
+    elif line == _BESIDE:
+        lane = ""
+    return Segment(lane, begin, begin + event.duration_ns / 1e9, name, nbytes) if lane else None
 
 
 def _plain(name: str) -> str:
@@ -255,19 +198,6 @@ def _copies(module: Module) -> dict[str, tuple[bool, int]]:
         if copy := (op.begun if op.opcode.endswith(("-done", "-update")) else op).copy:
             found[op.name] = copy
     return found
-
-
-def _segment(lane: str, event: Any, name: str, nbytes: int = 0) -> Segment:
-    begin = event.start_ns / 1e9
-    end = begin + event.duration_ns / 1e9
-    return Segment(lane, begin, end, name, nbytes, end)
-
-
-def _lane(name: str) -> str:
-    plain = name.replace(" ", "").lower()
-    if plain.startswith("memcpy"):
-        return LOAD if "h2d" in plain or "htod" in plain else STORE if "d2h" in plain or "dtoh" in plain else ""
-    return COLLECTIVES if _COLLECTIVE.match(name) else COMPUTE
 
 
 def _bytes(event: Any) -> int:

@@ -9,11 +9,13 @@ device. Copies of both ways share the link. What waits for a queue is exposed. W
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 import json
 import re
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +27,11 @@ from jax_offload._analysis.chips import chip as chip_of
 from jax_offload._analysis.hlo import RUNS, Computation, Module, Op
 from jax_offload._base.text import in_seconds
 
+Span = tuple[float, float]  # from when to when, in seconds
+
 COMPUTE, LOAD, STORE = "compute", "load", "store"
 COLLECTIVES, WITHIN = "collectives", "within the device"
+SECONDS = ("step", "compute", "loading", "storing", "overlap", "exposed", "collectives", "exposed_collectives", "idle")
 UNKNOWN = "not known"
 _OTHER_WAY = {LOAD: STORE, STORE: LOAD}
 _ROUNDED = (None, "default", "fastest", "bfloat16")  # precisions at which a TPU rounds what its matmuls read
@@ -42,23 +47,46 @@ def compute_time(chip: Chip, operations: float, dtype: str) -> float:
     """Return the seconds of matmuls in ``dtype``; a TPU rounds to bfloat16 unless jax is told not to."""
     rounds = chip.platform == "tpu" and jax.config.jax_default_matmul_precision in _ROUNDED  # pyright: ignore
     fast = rounds or dtype in ("bfloat16", "float16")
-    return operations / (chip.reached.bf16 if fast else chip.reached.f32)
+    return operations / (chip.bf16 if fast else chip.f32)
 
 
 @dataclasses.dataclass(frozen=True)
 class Segment:
-    """A span of time on a lane, with its begin and end in seconds, its name, and the bytes that it copies.
-
-    Attributes:
-      waited: the time from which the program waited for a copy until its end; the end if it did not wait.
-    """
+    """A span of time on a lane, with its begin and end in seconds, its name, and the bytes that it copies."""
 
     lane: str
     begin: float
     end: float
     name: str
     nbytes: int = 0
-    waited: float = 0.0
+
+
+def merged(segments: Iterable[Segment]) -> list[Span]:
+    """Return the spans of time in which any of the segments runs, in order."""
+    found = list[Span]()
+    for begin, end in sorted((s.begin, s.end) for s in segments):
+        if found and begin <= found[-1][1]:
+            found[-1] = found[-1][0], max(found[-1][1], end)
+        else:
+            found.append((begin, end))
+    return found
+
+
+def without(spans: Sequence[Span], others: Sequence[Span]) -> list[Span]:
+    """Return the parts of ``spans`` in which none of ``others`` runs; both are in order and do not overlap."""
+    found, ends = list[Span](), [end for _, end in others]
+    for begin, end in spans:
+        for other in others[bisect.bisect_right(ends, begin) :]:
+            if other[0] >= end:
+                break
+            found += [(begin, other[0])] if begin < other[0] else []
+            begin = other[1]
+        found += [(begin, end)] if begin < end else []
+    return found
+
+
+def length(spans: Iterable[Span]) -> float:
+    return sum((end - begin for begin, end in spans), 0.0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,7 +117,7 @@ class Program:
     """A module on a chip. It works out the cost of each computation once, and plays the schedule.
 
     Attributes:
-      segments: all spans of time, in the order of their starts.
+      segments: all that runs, in the order of the starts.
       memory: (time, bytes in device memory) for each change; ``at_most`` has the peak by kind.
       free: when each queue is free.
     """
@@ -126,11 +154,11 @@ class Program:
         if copy := op.copy:
             return Cost(starts={op.name: self._copy(op, *copy)})
         if (nbytes := op.collective) is not None:
-            return _collective(op, nbytes / self.chip.reached.interconnect)
-        reached, moved, cached = self.chip.reached, op.moved, self.cache or "none"
+            return _collective(op, nbytes / self.chip.interconnect)
+        moved, cached = op.moved, self.cache or "none"
         traffic = sum(nbytes for x, nbytes, _ in moved if not x.host and cached not in x.layout)
-        matmuls = sum(n / (reached.bf16 if narrow else reached.f32) for n, narrow in op.operations)
-        seconds = max(matmuls, traffic / reached.hbm)
+        matmuls = sum(n / (self.chip.bf16 if narrow else self.chip.f32) for n, narrow in op.operations)
+        seconds = max(matmuls, traffic / self.chip.hbm_bandwidth)
         if op.starts and not matmuls:
             return Cost(starts={op.name: Segment(WITHIN, 0.0, seconds, "")})
         # An operation that reads or writes host memory itself waits for the copy at once.
@@ -167,7 +195,7 @@ class Program:
     def _start(self, start: Segment) -> int:
         begin = max(self.now, self.free[start.lane])
         end = self.free[start.lane] = begin + self._seconds(start, begin)
-        self.segments.append(dataclasses.replace(start, begin=begin, end=end, waited=end))
+        self.segments.append(dataclasses.replace(start, begin=begin, end=end))
         return len(self.segments) - 1
 
     def _seconds(self, start: Segment, begin: float) -> float:
@@ -182,10 +210,11 @@ class Program:
         return shared + (start.nbytes - rest * shared) / alone
 
     def _wait(self, place: int) -> None:
-        copy = self.segments[place]
-        if copy.end > self.now:
-            self.segments[place] = dataclasses.replace(copy, waited=self.now)
-            self.now = copy.end
+        of = self.segments[place]
+        if of.end > self.now:
+            if of.lane == WITHIN:  # the arithmetic's own copies count as arithmetic
+                self.segments.append(Segment(COMPUTE, self.now, of.end, "copy within the device"))
+            self.now = of.end
 
     def _hold(self, nbytes: Held) -> None:
         if not nbytes:
@@ -204,27 +233,14 @@ class Program:
     def timeline(self) -> Timeline:
         """Play the whole program."""
         self.play(self.module.entry)
-
-        def of(*lanes: str) -> list[Segment]:
-            return [s for s in self.segments if s.lane in lanes]
-
-        waited = {lane: sum((s.end - s.waited for s in of(lane)), 0.0) for lane in (LOAD, STORE, COLLECTIVES, WITHIN)}
-        loaded, stored = (sum(s.nbytes for s in of(lane)) for lane in (LOAD, STORE))
-        return Timeline(
-            step=self.now,
-            compute=sum(s.end - s.begin for s in of(COMPUTE)) + waited[WITHIN],
-            link=link_time(self.chip, loaded, stored),
-            collectives=sum((s.end - s.begin for s in of(COLLECTIVES)), 0.0),
-            exposed=waited[LOAD] + waited[STORE],
-            exposed_collectives=waited[COLLECTIVES],
-            loaded=loaded,
-            stored=stored,
-            chip=self.chip.name,
+        found = Timeline(
             segments=tuple(self.segments),
+            chip=self.chip.name,
             memory=tuple(self.memory),
             peak=self.at_most,
             window=self.window,
         )
+        return dataclasses.replace(found, link=link_time(self.chip, found.loaded, found.stored))
 
 
 def _collective(op: Op, seconds: float) -> Cost:
@@ -258,25 +274,20 @@ def leaf_of(buffers: Buffers, op: Op, loads: bool) -> str:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Timeline:
-    """The timeline of one step, in seconds and bytes: ``step`` is ``compute + exposed + exposed_collectives``.
+    """The timeline of a step, in seconds and bytes; of several measured steps, per step.
 
-    ``jax_offload.inspect`` and ``jax_offload.profile`` hold one. A simulated timeline is a model, not a measurement: it
-    ignores latency, kernel launches and contention.
+    ``jax_offload.inspect`` and ``jax_offload.profile`` return one. A simulated timeline is a model, not a measurement:
+    it ignores latency, kernel launches and contention. Everything is read off the segments, and ``step`` is
+    ``compute + exposed + exposed_collectives + idle``.
 
     Attributes:
-      step: seconds of the whole step.
-      compute: seconds of arithmetic, including waits for copies within the device.
-      link: seconds that the copies between host and device would take alone, both ways at once.
-      collectives: seconds of all collectives, asynchronous or not.
-      exposed: seconds of waits for copies between host and device.
-      exposed_collectives: seconds of waits for collectives.
-      loaded: bytes from the host.
-      stored: bytes to the host.
+      segments: all that ran, each with ``lane``, ``begin``, ``end``, ``name`` and ``nbytes``.
       chip: the chip whose speeds the simulation uses; empty if measured.
-      segments: the operations and waits, each with ``lane``, ``begin``, ``end``, ``name``, ``nbytes``.
+      link: seconds that the copies between host and device would take alone, both ways at once.
       memory: pairs of seconds and bytes in device memory, one for each change; empty if measured.
       peak: the peak of ``memory``, in bytes by kind.
       window: the most bytes of the state, old and new values, in device memory at a time.
+      steps: the number of steps.
 
     Example:
       >>> import jax, jax.numpy as jnp, jax_offload as jo
@@ -285,24 +296,80 @@ class Timeline:
       (0, 0.0, True)
     """
 
-    step: float
-    compute: float
-    link: float
-    collectives: float
-    exposed: float
-    exposed_collectives: float
-    loaded: int
-    stored: int
+    segments: tuple[Segment, ...] = dataclasses.field(repr=False)
     chip: str = ""
-    segments: tuple[Segment, ...] = dataclasses.field(default=(), repr=False)
+    link: float = 0.0
     memory: tuple[tuple[float, int], ...] = dataclasses.field(default=(), repr=False)
     peak: Mapping[str, int] = dataclasses.field(default_factory=dict, repr=False)
     window: int = 0
+    steps: int = 1
+
+    def spans(self, *lanes: str) -> list[Span]:
+        """Return when any of these lanes is busy, from when to when."""
+        return merged(s for s in self.segments if s.lane in lanes)
+
+    def _seconds(self, *lanes: str) -> float:
+        return length(self.spans(*lanes)) / self.steps
+
+    @cached_property
+    def step(self) -> float:
+        """The seconds of a step, from its first operation to the end of its last."""
+        return max((s.end for s in self.segments), default=0.0) / self.steps
+
+    @cached_property
+    def compute(self) -> float:
+        """The seconds in which something is computed, and those of waits for copies within the device."""
+        return self._seconds(COMPUTE)
+
+    @cached_property
+    def loading(self) -> float:
+        """The seconds in which something is copied from the host."""
+        return self._seconds(LOAD)
+
+    @cached_property
+    def storing(self) -> float:
+        """The seconds in which something is copied to the host."""
+        return self._seconds(STORE)
+
+    @cached_property
+    def overlap(self) -> float:
+        """The seconds in which something is copied and something is computed."""
+        return self.compute + self._seconds(LOAD, STORE) - self._seconds(COMPUTE, LOAD, STORE)
+
+    @cached_property
+    def collectives(self) -> float:
+        """The seconds in which devices exchange something."""
+        return self._seconds(COLLECTIVES)
+
+    @cached_property
+    def exposed_collectives(self) -> float:
+        """The seconds in which devices exchange something and nothing is computed."""
+        return length(without(self.spans(COLLECTIVES), self.spans(COMPUTE))) / self.steps
+
+    @cached_property
+    def exposed(self) -> float:
+        """The seconds in which something is copied, nothing is computed, and devices exchange nothing."""
+        return length(without(self.spans(LOAD, STORE), self.spans(COMPUTE, COLLECTIVES))) / self.steps
+
+    @cached_property
+    def idle(self) -> float:
+        """The remaining seconds."""
+        return max(0.0, self.step - self._seconds(COMPUTE, LOAD, STORE, COLLECTIVES))
+
+    @cached_property
+    def loaded(self) -> int:
+        """Bytes from the host."""
+        return sum(s.nbytes for s in self.segments if s.lane == LOAD) // self.steps
+
+    @cached_property
+    def stored(self) -> int:
+        """Bytes to the host."""
+        return sum(s.nbytes for s in self.segments if s.lane == STORE) // self.steps
 
     @property
-    def exposed_share(self) -> float:
-        """``exposed / link``: 0 if all copies are hidden, 1 if none is, and more if the two ways go in turn."""
-        return self.exposed / self.link if self.link else 0.0
+    def waits(self) -> list[Span]:
+        """When a copy or a collective runs and nothing is computed, from when to when."""
+        return without(self.spans(LOAD, STORE, COLLECTIVES), self.spans(COMPUTE))
 
     def save(self, path: str | Path) -> None:
         """Write a picture, ``.png`` or ``.svg``, or with ``.json`` a trace that https://ui.perfetto.dev opens.
@@ -326,8 +393,7 @@ class Timeline:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the sums as JSON types, without segments and memory."""
-        left_out = ("segments", "memory", "peak")
-        return {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name not in left_out}
+        return {name: getattr(self, name) for name in (*SECONDS, "link", "loaded", "stored", "window", "chip", "steps")}
 
 
 def timeline(text: str, chip: str | Path | Chip, roles: Mapping[int, str] | None = None) -> Timeline:
@@ -353,11 +419,6 @@ def lanes_of(timeline: Timeline) -> list[str]:
     return [lane for lane in _LANES if lane in used or lane in (COMPUTE, LOAD, STORE)]
 
 
-def waits(timeline: Timeline) -> list[tuple[float, float]]:
-    """Return the spans in which arithmetic waits for a copy or a collective, as pairs of seconds."""
-    return sorted((s.waited, s.end) for s in timeline.segments if s.lane not in (COMPUTE, WITHIN) and s.waited < s.end)
-
-
 def draw(timeline: Timeline, path: Path) -> None:
     """Draw the lanes, and below them the curve of device memory, to a ``.png`` or ``.svg``."""
     try:
@@ -366,7 +427,7 @@ def draw(timeline: Timeline, path: Path) -> None:
         raise ValueError(
             "save(): a picture needs matplotlib: pip install 'jax_offload[plot]'; a .json needs nothing."
         ) from error
-    lanes, end, curve = lanes_of(timeline), timeline.step or 1e-9, bool(timeline.memory)
+    lanes, end, curve = lanes_of(timeline), timeline.step * timeline.steps or 1e-9, bool(timeline.memory)
     figure = Figure(figsize=(13, 0.62 * len(lanes) + 1.6 + 2.2 * curve), layout="constrained")
     ratios: Any = {"height_ratios": [0.62 * len(lanes) + 0.3, 2.0]} if curve else {}
     axes: Any = figure.subplots(2 if curve else 1, 1, sharex=True, squeeze=False, gridspec_kw=ratios)[:, 0]
@@ -379,7 +440,7 @@ def draw(timeline: Timeline, path: Path) -> None:
                 text = s.name if len(s.name) <= letters else "…" + s.name[1 - letters :] if letters > 4 else ""
                 axes[0].text(1e3 * (s.begin + s.end) / 2, row, text, ha="center", va="center", fontsize=7,
                              color="white", clip_on=True)  # fmt: skip
-    _bars(axes[0], 0, waits(timeline), _WAIT)
+    _bars(axes[0], 0, timeline.waits, _WAIT)
     moved = [sum(s.nbytes for s in timeline.segments if s.lane == lane) for lane in lanes]
     names = [_LANES[lane][0] + (f"\n{n / 2**20:.0f} MiB" if n else "") for lane, n in zip(lanes, moved, strict=True)]
     axes[0].set_yticks(range(len(lanes)), names)
@@ -433,7 +494,7 @@ def trace(timeline: Timeline) -> dict[str, Any]:
         for name, args in (("thread_name", {"name": _LANES[lane][0]}), ("thread_sort_index", {"sort_index": k}))
     ]
     for s in timeline.segments:
-        args = {"bytes": s.nbytes, "waited_us": 1e6 * max(s.end - s.waited, 0)} if s.lane != COMPUTE else {}
+        args = {"bytes": s.nbytes} if s.lane != COMPUTE else {}
         times = {"ts": 1e6 * s.begin, "dur": 1e6 * (s.end - s.begin)}
         events.append({"ph": "X", "pid": 1, "tid": lanes.index(s.lane), "name": s.name, "args": args} | times)
     for seconds, nbytes in timeline.memory:

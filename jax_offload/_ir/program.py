@@ -317,8 +317,10 @@ def _is_move(eqn: Equation) -> bool:
 def _run_once(eqn: Equation) -> ClosedJaxpr | None:
     """The jaxpr that an equation runs once, where its inputs and results are the equation's."""
     inner = [] if eqn.primitive.name in ("cond", "while", "scan") else inner_of(eqn)
-    same = bool(inner) and len(inner[0].jaxpr.outvars) == len(eqn.outvars)
-    return as_closed(inner[0].jaxpr) if same else None
+    if not inner or len(inner[0].jaxpr.outvars) != len(eqn.outvars):
+        return None
+    called: Any = called_by(eqn)
+    return called if hasattr(called, "consts") else as_closed(called)  # a checkpoint's jaxpr is open
 
 
 def _inlinable(eqn: Equation, operands: list[Atom], any_jit: bool) -> ClosedJaxpr | None:

@@ -171,7 +171,7 @@ def placement(tx: optax.GradientTransformation | Callable[..., Any], *args: Any,
     if isinstance(tx, optax.GradientTransformation | optax.MultiSteps):
         if len(args) != 1:
             raise TypeError(f"placement(tx, params): expected the parameters alone; got {len(args)} arguments.")
-        return _of_transformation(tx, *args, **extra_args)
+        return of_transformation(tx, *args, **extra_args)[0]
     if not callable(tx):
         raise TypeError(
             f"tx: expected an optax.GradientTransformation or a step, a function; got a "
@@ -185,7 +185,8 @@ _PUT = "whole, by a device_put of the step itself, which no window limits"
 _NO_UPDATE = "no update of an offload was seen in it (under vmap and derivatives none is)"
 
 
-def _of_transformation(tx: Any, params: Any, **extra_args: Any) -> Placement:
+def of_transformation(tx: Any, params: Any, **extra_args: Any) -> tuple[Placement, list[Found]]:
+    """Return the table of a transformation, and the updates in its trace; none if it cannot be traced."""
     placed, treedef = placed_leaves(tx, params)
     # The types that a step is handed; with Explicit axes they say how each leaf is divided.
     state = abstract_leaves(placed)
@@ -195,7 +196,8 @@ def _of_transformation(tx: Any, params: Any, **extra_args: Any) -> Placement:
 
     with described(params):
         trace, unknown = trace_of(update, state, params, extra_args)
-    return _table([leaf for leaf, _, _ in placed], state, trace, unknown, of_step=False)
+    found = [] if trace is None else updates_in(trace)
+    return _table([leaf for leaf, _, _ in placed], state, trace, found, unknown, of_step=False), found
 
 
 def _of_step(step: Any, args: Any, kwargs: Any) -> Placement:
@@ -210,7 +212,8 @@ def _of_step(step: Any, args: Any, kwargs: Any) -> Placement:
         trace, unknown = trace_of(call, args, kwargs)
     flat = jax.tree_util.tree_flatten_with_path((args, kwargs), is_leaf=is_on_disk)[0]
     rows = [_argument(_name(path, bound), x) for path, x in flat]
-    return _table(rows, jax.tree.leaves((args, kwargs)), trace, unknown, of_step=True)
+    found = [] if trace is None else updates_in(trace)
+    return _table(rows, jax.tree.leaves((args, kwargs)), trace, found, unknown, of_step=True)
 
 
 def _name(path: tuple[Any, ...], bound: int) -> str:
@@ -241,16 +244,18 @@ def _spec(sharding: Any) -> str:
     return f"P({', '.join(map(repr, sharding.spec))})" if isinstance(sharding, NamedSharding) else str(sharding)
 
 
-def _table(rows: Sequence[Leaf], leaves: Sequence[Any], trace: Any, unknown: str, *, of_step: bool) -> Placement:
+def _table(
+    rows: Sequence[Leaf], leaves: Sequence[Any], trace: Any, found: Sequence[Found], unknown: str, *, of_step: bool
+) -> Placement:
     """Make the table of a traced function.
 
     Args:
       rows: a row for each of ``leaves``.
       leaves: the first leaves of the function's arguments.
       trace: its closed jaxpr; ``None`` if it cannot be traced, for the reason ``unknown``.
+      found: the updates in it.
       of_step: whether it is a step, and not the update of a transformation.
     """
-    found = [] if trace is None else updates_in(trace)
     updates = [each.update for each in found if isinstance(each.update, Update)]
     arguments = iter(() if trace is None else trace.jaxpr.invars)
     of_row: list[Var | None] = [next(arguments, None) if is_traced(x) else None for x in leaves]
@@ -271,7 +276,9 @@ def _table(rows: Sequence[Leaf], leaves: Sequence[Any], trace: Any, unknown: str
         shown.append(dataclasses.replace(row, streams=streams))
         for _, p in of:
             if not p.on_cores:
-                windows.setdefault(id(p.window), dataclasses.replace(p.window, leaf=row.path))
+                window = windows.setdefault(id(p.window), dataclasses.replace(p.window, leaf=row.path))
+                if p.bytes_at_once > window.nbytes:
+                    windows[id(p.window)] = dataclasses.replace(window, nbytes=p.bytes_at_once)
     table = Placement(tuple(shown), unknown, tuple(windows.values()), guessed=guessed(updates, of_step=of_step))
     if not of_step:
         return table

@@ -135,7 +135,6 @@ def test_a_good_step(target, stacked):
     assert (report.loaded, report.stored) == (report.timeline.loaded, report.timeline.stored)
     hidden = sum(t.hidden * t.nbytes for t in report.transfers) / (report.loaded + report.stored)
     assert hidden < 0.5 and all(0 <= t.hidden <= 1 for t in report.transfers)  # so few tokens hide next to nothing
-    assert target == V5E or any(t.behind for t in report.transfers if t.hidden > 0.5)
     assert target == V5E or abs(report.parts["rest"]) <= 0.15 * report.peak
 
 

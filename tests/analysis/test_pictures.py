@@ -32,7 +32,7 @@ def test_what_is_held_when():
     assert held(t) == [(0, 4), (1, 5), (1.375, 4), (1.625, 3)]  # the result is as large as what it ends
     assert t.peak == {"parameters": MATRIX, "other arguments": MATRIX, "window": MATRIX, "activations": 2 * MATRIX}
     assert t.window == MATRIX
-    assert [(s.lane, s.begin, s.end, s.waited) for s in t.segments[:2]] == [("load", 0, 0.5, 0.5), ("compute", 0, 1, 0)]
+    assert [(s.lane, s.begin, s.end) for s in t.segments[:2]] == [("load", 0, 0.5), ("compute", 0, 1)]
 
 
 def test_the_result_takes_the_buffer_of_a_donated_argument():
@@ -71,15 +71,22 @@ def some(leaves):
     """A step with so many leaves: each loaded for 1 ms, of which half is hidden, updated in 1 ms, and stored."""
     segments, now = [], 0.0
     for k in range(leaves):
-        segments.append(Segment("load", now, now + 1e-3, f"state[0].mu['w{k}']", 10**7, now + 0.5e-3))
+        segments.append(Segment("load", now, now + 1e-3, f"state[0].mu['w{k}']", 10**7))
         segments.append(Segment("compute", now, now + 0.5e-3, f"update of 0/mu/w{k}"))
         segments.append(Segment("compute", now + 1e-3, now + 2e-3, "transpose(jvp())/dot_general"))
-        segments.append(Segment("store", now + 1e-3, now + 2e-3, f"state[0].mu['w{k}']", 10**7, now + 2e-3))
+        segments.append(Segment("store", now + 1e-3, now + 2e-3, f"state[0].mu['w{k}']", 10**7))
         now += 2e-3
     memory = tuple((k * 1e-3, 10**9 + 10**7 * (k % 2)) for k in range(2 * leaves))
-    n = leaves * 1e-3
-    return Timeline(2 * n, 1.5 * n, n, 0, n / 2, 0, leaves * 10**7, leaves * 10**7, "h200", tuple(segments), memory,
-                    {"parameters": 10**9, "window": 10**7}, 10**7)  # fmt: skip
+    return Timeline(tuple(segments), "h200", leaves * 1e-3, memory, {"parameters": 10**9, "window": 10**7}, 10**7)
+
+
+def test_waits_and_sums_come_from_the_segments():
+    """Of each 2 ms, the first load is alone for the second half of its time."""
+    t = some(3)
+    assert sum(t.waits, ()) == pytest.approx((0.0005, 0.001, 0.0025, 0.003, 0.0045, 0.005))
+    expected = {"step": 6, "compute": 4.5, "loading": 3, "storing": 3, "overlap": 4.5, "exposed": 1.5, "idle": 0}
+    assert {name: getattr(t, name) for name in expected} == pytest.approx({k: v / 1e3 for k, v in expected.items()})
+    assert (t.loaded, t.stored) == (3 * 10**7, 3 * 10**7)
 
 
 @pytest.mark.parametrize("leaves", [30, 1000])
@@ -104,7 +111,7 @@ def test_a_trace_for_perfetto(tmp_path):
     copies = [e for e in events if e["ph"] == "X" and e["tid"] == 1]
     assert copies[1] | {"args": 0} == {"ph": "X", "pid": 1, "tid": 1, "name": "state[0].mu['w1']", "args": 0,
                                        "ts": pytest.approx(2000), "dur": pytest.approx(1000)}  # fmt: skip
-    assert copies[1]["args"] == {"bytes": 10**7, "waited_us": pytest.approx(500)}
+    assert copies[1]["args"] == {"bytes": 10**7}
     assert sum(e["ph"] == "C" for e in events) == 6
 
 

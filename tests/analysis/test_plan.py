@@ -321,6 +321,34 @@ def test_a_larger_share_of_the_memory_where_only_that_fits(activations):
         assert activations is not None or there[name].why in found.verdict
 
 
+def test_a_peak_between_what_jax_takes_and_what_the_device_has():
+    """One line says which share of the memory it needs, and with that share it fits."""
+    params = {"w": jax.ShapeDtypeStruct((64, 4096, 4096), "bfloat16")}  # resident 8 GiB
+    given = {"chip": "h100", "device_memory": "10.5GiB", "activations": "1MiB"}
+    found = jo.plan(ADAMW, params, **given)
+    (line,) = (said for said in found.assumptions if said.startswith("preallocation: "))
+    assert "jax takes 75% of the device for itself; resident takes 76% and fits with XLA_PYTHON" in line
+    assert found["resident"].fits is False and found.recommended.name != "resident"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", line.partition("FRACTION=")[2].partition(" ")[0])
+        there = jo.plan(ADAMW, params, **given)
+        assert there["resident"].fits and "preallocation" not in str(there)
+    full = jo.plan(ADAMW, params, **given | {"device_memory": "8.2GiB"})
+    assert "resident takes 98% and leaves no headroom" in " ".join(full.assumptions)
+    assert "preallocation" not in str(jo.plan(ADAMW, params, **given | {"chip": "v5e"}))
+    assert "preallocation" not in str(jo.plan(ADAMW, params, chip="h100", activations="1MiB"))
+
+
+def test_accelerators_of_a_host_share_its_memory():
+    """Alone a link reaches what was measured; eight share the host's memory, which the cores' row counts with."""
+    one, eight = (jo.plan(ADAMW, 8e9 * n, chip="h100", devices=n, tokens_per_step=8) for n in (1, 8))
+    assert (one["offload"].link, eight["offload"].link) == pytest.approx(
+        (4 * 8e9 * 2 / 79e9, 4 * 8e9 * 2 / 64e9), rel=1e-2
+    )
+    assert "53 GB/s one way, 32 each way at once, assumed, DRAM 64 per card" in " ".join(eight.assumptions)
+    assert "39.5 each way at once, measured, DRAM 64 per card" in " ".join(one.assumptions)
+
+
 def test_what_changes_numbers_is_marked_and_comes_last():
     """Fewer bits only where no other row fits; here the memory of the device, and then the host's, is what is short."""
     params = {"w": jax.ShapeDtypeStruct((16, 4096, 4096), "float32")}  # 1 GiB, moments 2 GiB

@@ -1,4 +1,4 @@
-"""Training steps that donate and return in every order, for tests and for a run on a device (``benchmarks/gpu``)."""
+"""Training steps that donate and return in every order, for tests and for a run on a device (``benchmarks``)."""
 
 from collections import Counter
 

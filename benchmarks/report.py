@@ -1,13 +1,18 @@
-"""The Markdown of a run on a GPU: what was wrong first, then a short table per part."""
+"""The Markdown of a file of results: what was wrong first, then a short table per part."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
-from benchmarks.harness.report import GIB, link_table, table
-
+GIB = 2**30
 Found = dict[str, dict[str, Any]]  # case -> result, of one part
+
+
+def table(head: str, rows: Iterable[Iterable[str]]) -> str:
+    columns = head.split("|")
+    line = "|---" + "|---:" * (len(columns) - 1) + "|"
+    return "\n".join([f"|{head}|", line, *("| " + " | ".join(row) + " |" for row in rows)])
 
 
 def by_part(data: dict[str, Any]) -> dict[str, Found]:
@@ -18,7 +23,7 @@ def by_part(data: dict[str, Any]) -> dict[str, Found]:
 
 
 def wrong(data: dict[str, Any]) -> list[str]:
-    """All values, places and buffers that are not as they should be."""
+    """Return all values, places and buffers that are not as they should be."""
     return [f"{e['part']}, {e['case']}: {what}" for e in data["cases"] for what in e["result"].get("wrong", [])]
 
 
@@ -27,12 +32,24 @@ def failed(data: dict[str, Any]) -> list[str]:
 
 
 def without(results: Found, columns: int, row: Callable[[dict[str, Any]], list[str]]) -> list[list[str]]:
-    """A row for every case, also for those that have no figures."""
+    """Return a row for every case, also for those that have no figures."""
     rows = []
     for name, r in results.items():
         reason = f"did not run: {r['error']}" if "error" in r else r.get("left_out")
         rows.append([name, reason, *[""] * (columns - 1)] if reason else [name, *row(r)])
     return rows
+
+
+def right(result: dict[str, Any]) -> str:
+    return "**wrong**" if result["wrong"] else "right"
+
+
+def milliseconds(seconds: float | None) -> str:
+    return f"{1e3 * seconds:,.1f}" if seconds is not None else ""
+
+
+def gib(nbytes: int | None) -> str:
+    return f"{nbytes / GIB:.2f}" if nbytes is not None else ""
 
 
 def values(results: Found) -> str:
@@ -45,7 +62,7 @@ def values(results: Found) -> str:
             f"{r['losses_apart'][-1]:.0e}",
             f"{floor[-1]:.0e}" if floor else "",
             f"{kinds.count('pinned_host')} of {len(kinds)}",
-            "**wrong**" if r["wrong"] else "right",
+            right(r),
         ]
 
     head = " case | worst leaf after a step | last loss | … by the last bit | leaves on the host | "
@@ -53,7 +70,7 @@ def values(results: Found) -> str:
 
 
 def donation(results: Found) -> str:
-    """All patterns in a line each fraction; those that are wrong or failed one by one."""
+    """All patterns in a line; those that are wrong or failed one by one."""
     fine = {name: r for name, r in results.items() if not r.get("wrong") and "error" not in r}
     rows = without(
         {name: r for name, r in results.items() if name not in fine}, 1, lambda r: ["; ".join(r["wrong"][:3])]
@@ -65,7 +82,7 @@ def donation(results: Found) -> str:
 
 
 def random(results: Found) -> str:
-    """How many random steps were equal in each mode; those that were not, one by one."""
+    """How many random steps were equal in each mode."""
     modes: dict[str, list[int]] = {}
     for r in results.values():
         said = modes.setdefault(r.get("mode", "failed"), [0, 0, 0])
@@ -81,56 +98,67 @@ def reports(results: Found) -> str:
 
 
 def link(results: Found) -> str:
+    """Rates by size of a copy, the best over copies in flight."""
     rows = [row for r in results.values() for row in r.get("rows", [])]
-    return link_table(rows) if rows else "Nothing was measured."
+    if not rows:
+        return "Nothing was measured."
+    kinds = sorted({(r["by"], r["direction"]) for r in rows})
+
+    def rate(kind: tuple[str, str], mib: int) -> str:
+        found = [r for r in rows if (r["by"], r["direction"]) == kind and r["mib"] == mib]
+        fastest = max(found, key=lambda r: r["bytes_per_second"], default=None)
+        return f"{fastest['bytes_per_second'] / 1e9:.1f} ({fastest['in_flight']})" if fastest else ""
+
+    head = " MiB | " + " | ".join(f"{by}, {direction}" for by, direction in kinds) + " "
+    about = "GB/s in each direction that is used, the best over the copies in flight (how many)."
+    sizes = sorted({r["mib"] for r in rows})
+    return f"{table(head, [[str(mib), *(rate(kind, mib) for kind in kinds)] for mib in sizes])}\n\n{about}"
 
 
 def steps(results: Found) -> str:
-    def gib(x: int | None) -> str:
-        return f"{x / GIB:.2f}" if x is not None else ""
-
     def row(r: dict[str, Any]) -> list[str]:
-        predicted, peak, own = r["predicted"], r["device_peak_bytes"], r["median_step_seconds"]
-        guess = predicted["step_seconds"]
+        seen, peak, own = r["predicted"], r["device_peak_bytes"], r["median_step_seconds"]
+        guess = seen["step_seconds"]
         return [
-            f"{1e3 * own:,.1f}",
-            f"{1e3 * guess:,.1f} ({guess / own - 1:+.0%})" if guess else "",
+            f"{milliseconds(own)} ({milliseconds(min(r['step_seconds']))}–{milliseconds(max(r['step_seconds']))})",
+            f"{milliseconds(guess)} ({guess / own - 1:+.0%})" if guess else "",
             gib(peak),
-            f"{gib(predicted['peak_bytes'])}" + (f" ({predicted['peak_bytes'] / peak - 1:+.1%})" if peak else ""),
-            gib(predicted["argument_bytes"]),
-            gib(predicted["temp_bytes"]),
-            f"{1e3 * r['exposed_seconds']:,.1f}" if "exposed_seconds" in r else "",
+            gib(seen["peak_bytes"]) + (f" ({seen['peak_bytes'] / peak - 1:+.1%})" if peak else ""),
+            milliseconds(r["profile"]["exposed"]) if "profile" in r else "",
+            f"{r['losses'][-1]:.4f}",
         ]
 
-    head = " case | step, ms | … predicted | peak, GiB | … predicted | arguments | temporaries | copies alone, ms "
-    return table(head, without(results, 7, row))
+    head = " case | step, ms | … simulated | peak, GiB | … compiled | copies alone, ms | last loss "
+    return table(head, without(results, 6, row))
+
+
+def compiled(results: Found) -> str:
+    def row(r: dict[str, Any]) -> list[str]:
+        seen = r["predicted"]
+        moved = f"{seen['loaded_bytes'] / 1e9:.1f} + {seen['stored_bytes'] / 1e9:.1f}"
+        times = milliseconds(seen["step_seconds"]), milliseconds(seen["exposed_seconds"])
+        return [gib(seen["peak_bytes"]), gib(seen["host_bytes"]), moved, f"{seen['hidden']:.0%}", *times]
+
+    head = " case | peak, GiB | host, GiB | GB in + out | hidden | step, simulated, ms | … of it exposed "
+    return "**Compiled, not run.** No time was measured.\n\n" + table(head, without(results, 6, row))
 
 
 def driven(results: Found) -> str:
     def row(r: dict[str, Any]) -> list[str]:
-        own, resident = r["median_step_seconds"], r["resident_median_step_seconds"]
         return [
             f"{max(r['after_a_step'].values()):.0e}",
             f"{r['losses_apart'][-1]:.0e}",
-            f"{1e3 * own:,.1f}",
-            f"{1e3 * resident:,.1f}",
+            milliseconds(r["median_step_seconds"]),
+            milliseconds(r["resident_median_step_seconds"]),
             r["leaves_that_stayed_in_their_memory"],
-            "**wrong**" if r["wrong"] else "right",
+            right(r),
         ]
 
     head = " case | worst leaf after a step | last loss | step, ms | … resident | stayed in their memory | "
     return table(head, without(results, 6, row))
 
 
-TABLES = {
-    "values": values,
-    "donation": donation,
-    "random": random,
-    "reports": reports,
-    "link": link,
-    "steps": steps,
-    "driven": driven,
-}
+TABLES = {each.__name__: each for each in (values, donation, random, reports, link, steps, compiled, driven)}
 
 
 def markdown(data: dict[str, Any]) -> str:

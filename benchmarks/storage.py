@@ -1,6 +1,6 @@
 """What storing the moments in fewer bits does to training: the example's language model, held-out loss at the end.
 
-    python -m benchmarks.in_jax.storage [--model test] [--steps 1200] [--lr 2e-3] [--seeds 3] [--json FILE]
+    python -m benchmarks.storage [--model test] [--steps 1200] [--lr 2e-3] [--seeds 3] [--json FILE]
 
 Every run sees the same text in the same order; seeds differ in the initial parameters. Runs that the JSON file already
 has are not repeated. Takes about 40 minutes.
@@ -22,7 +22,7 @@ from typing import Any
 import jax
 import optax
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 
 import train_lm
 
@@ -61,7 +61,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
-    command = f"python -m benchmarks.in_jax.storage --model {args.model} --steps {args.steps} --lr {args.lr}"
+    command = f"python -m benchmarks.storage --model {args.model} --steps {args.steps} --lr {args.lr}"
     command += f" --seeds {args.seeds}"
     results: dict[str, Any] = {"command": command, "losses": {}}
     if args.json and args.json.exists():

@@ -1,9 +1,8 @@
 """What the machinery itself costs, without an accelerator: tracing, lowering and compiling.
 
-    python -m benchmarks.in_jax.machinery [--leaves 100 400] [--cases NAME ...] [--json FILE]
+    python -m benchmarks.machinery [--leaves 100 400] [--cases NAME ...] [--json FILE]
 
 The same optimizer without offload and offloaded, in turn, in one process; medians, and ratios of neighbouring runs.
-``paired.py`` has the time of a step.
 
 XLA's CPU compiler makes one LLVM function of a loop that it takes for small, and so of the one in which small pieces
 run apart from the backward pass, and then takes time with the square of the leaves: 8.9 s instead of 0.9 for 100 leaves
@@ -15,7 +14,9 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import itertools
+import json
 import os
+import platform
 import statistics
 import time
 from collections.abc import Iterator, Sequence
@@ -27,7 +28,6 @@ import jax.numpy as jnp
 import optax
 
 import jax_offload as jo
-from benchmarks.in_jax.finished import finished
 
 SMALL_LOOPS = "--xla_backend_extra_options=xla_cpu_small_while_loop_byte_threshold=0"
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {SMALL_LOOPS}"  # read when the first program compiles
@@ -125,7 +125,13 @@ def main() -> None:
     for row in itertools.chain.from_iterable(rows_of):  # print each row at once, because all of them take minutes
         print(f"| {row['what']} | {row['plain']:.3f} | {row['ours']:.3f} | {row['ratio']:.2f} |", flush=True)
         rows.append(row)
-    finished("tracing, lowering and compiling", rows, args.json)
+    about = (
+        f"tracing, lowering and compiling; {os.cpu_count()} cores of {platform.processor() or platform.machine()}, "
+        f"jax {jax.__version__}, optax {optax.__version__}"
+    )
+    print(f"\n{about}; load {os.getloadavg()[0]:.1f}")
+    if args.json:
+        args.json.write_text(json.dumps({"about": about, "load": os.getloadavg(), "rows": rows}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

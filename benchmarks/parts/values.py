@@ -5,9 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -16,13 +14,10 @@ import optax
 from jax.tree_util import keystr, tree_flatten_with_path
 
 import jax_offload as jo
-from benchmarks.gpu import where
-from benchmarks.harness.cases import Shape
-from benchmarks.harness.systems import INT8
-from benchmarks.in_jax import gpt
-from benchmarks.in_jax.system import training_step
+from benchmarks.parts import gpt, where
+from benchmarks.parts.gpt import Shape
+from benchmarks.parts.steps import INT8, training_step
 from examples import _data
-from jax_offload._interop import jit as interop_jit
 
 ALONE = False
 TIMED = False
@@ -34,11 +29,10 @@ LOSS = 1e-4  # relative
 LEAF, ROUNDED_LEAF = 1e-4, 1e-2
 # jax multiplies float32 in fewer bits unless told otherwise; and two programs may be tuned to different algorithms.
 # Nor must XLA leave out the rounding of a bfloat16 gradient in one and not in the other: without that option the
-# moments of masters were 3e-3 apart after a step. None of it is what is compared here; the second also saves most of
+# moments of masters were 3e-3 apart after a step. None of it is what is compared here; the last flag also saves most of
 # the time to compile.
 PRECISION = "highest"
-SAME_ROUNDING = {"xla_allow_excess_precision": False}
-UNTUNED = {"xla_gpu_autotune_level": 0}
+XLA_FLAGS = "--xla_allow_excess_precision=false --xla_gpu_autotune_level=0"
 
 ADAMW = partial(optax.adamw, 3e-4)  # small enough that rounding does not decide about the losses
 # name: the optimizer, how its state is stored, whether parameters are in bfloat16
@@ -92,21 +86,16 @@ def on_host(**trees: Any) -> dict[str, np.ndarray]:
     return {keystr(path, simple=True, separator="/"): np.asarray(x, np.float64) for path, x in flat if np.ndim(x)}
 
 
-def turned_steps(step: Any, gradients: Any, compiling: dict[str, Any]) -> Callable[..., Any]:
-    """``step`` by ``jo.pipelined``, of parameters, state and batches: the update for the last one is finished.
-
-    ``compiling``: options of XLA, which ``jo.pipelined`` chooses itself otherwise.
-    """
+def turned_steps(step: Any, gradients: Any) -> Callable[..., Any]:
+    """``step`` by ``jo.pipelined``, of parameters, state and batches: the update for the last one is finished."""
     train = jo.pipelined(step, donate_argnames=("params", "state"), gradients=gradients)
 
     def steps(params: Any, state: Any, batches: list[Any]) -> Any:
-        with mock.patch.object(interop_jit, "compiler_options", return_value=compiling):
-            carry, aux = train((params, state), batches[0])
-            losses = [aux.now]
-            for batch in batches[1:]:
-                carry, aux = train(carry, batch)
-                losses.append(aux.now)
-            return *train.finish(carry), losses
+        carry, losses = (params, state), []
+        for batch in batches:
+            carry, aux = train(carry, batch)
+            losses.append(aux.now)
+        return *train.finish(carry), losses
 
     return steps
 
@@ -127,13 +116,12 @@ def train(
         return jax.device_put(tokens.astype(np.int32), jax.sharding.SingleDeviceSharding(device))
 
     step = training_step(tx, loss_of, masters=masters)
-    compiling = SAME_ROUNDING | ({**UNTUNED, **extra} if on_gpu else {})
     if variant in (TURNED, WAITING):
-        steps = turned_steps(step, "host" if variant == WAITING else "device", compiling)
+        steps = turned_steps(step, "host" if variant == WAITING else "device")
     else:
         jitted = (jo.jit if variant == WHOLE else jax.jit)(step, donate_argnums=(0, 1))
         with jax.default_matmul_precision(PRECISION):
-            compiled = jitted.lower(params, state, batch(0)).compile(compiler_options=compiling)
+            compiled = jitted.lower(params, state, batch(0)).compile(compiler_options=extra if on_gpu else None)
 
         def steps(params: Any, state: Any, batches: list[Any]) -> Any:
             losses = []
@@ -185,7 +173,7 @@ def judged(first: dict[str, float], losses: list[float], misplaced: list[str], l
     return wrong + [f"misplaced: {leaf}" for leaf in misplaced]
 
 
-def run(name: str, toy: bool, programs: Path | None = None) -> dict[str, Any]:
+def run(name: str, toy: bool) -> dict[str, Any]:
     optimizer, model, variant = name.split("; ")
     make, storage, masters = OPTIMIZERS[optimizer]
     shape = TOY if toy else SHAPE

@@ -1,6 +1,6 @@
 """What the host's cores reach, update and memory: a driven step on a CPU beside a loop of one pass, and a triad.
 
-    JAX_PLATFORMS=cpu python -m benchmarks.in_jax.on_cores [--parameters 67108864] [--repeats 15] [--json FILE]
+    JAX_PLATFORMS=cpu python -m benchmarks.on_cores [--parameters 67108864] [--repeats 15] [--json FILE]
 
 The optimizer's update alone, donated: in loops of one pass (numba, the extra ``cores``), and AdamW by XLA's programs
 too; in turn with a loop by hand, torch's fused AdamW, DeepSpeed's (each left out where it is missing), and

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -18,7 +17,7 @@ def cases(toy: bool) -> list[str]:
     return [f"seed {seed}" for seed in (TOY if toy else SEEDS)]
 
 
-def run(name: str, toy: bool, programs: Path | None = None) -> dict[str, Any]:
+def run(name: str, toy: bool) -> dict[str, Any]:
     seed = int(name.split()[1])
     [(r, mode)] = variants(seed, 1)
     r |= ONE_DEVICE

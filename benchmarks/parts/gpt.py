@@ -3,14 +3,24 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from benchmarks.harness.cases import MATRICES, STDDEV, Shape
-
 EMBED, POSITIONS, BLOCKS = 0, 1, 2  # numbers of the leaves, from which their first values are hashed
+MATRICES = {"qkv": (1, 3), "attention": (1, 1), "up": (1, 4), "down": (4, 1)}  # rows, columns in widths of the model
+STDDEV = 0.02
+
+
+class Shape(NamedTuple):
+    """A GPT: pre-norm blocks, tied embeddings, matrices without biases."""
+
+    layers: int
+    width: int
+    heads: int
+    vocab: int = 50304
+    context: int = 2048
 
 
 def hashed(rows: int, columns: int, leaf: jax.Array | int) -> jax.Array:

@@ -13,10 +13,9 @@ import jax.numpy as jnp
 import optax
 
 import jax_offload as jo
-from benchmarks.gpu import where
-from benchmarks.gpu.steps import initial
-from benchmarks.gpu.values import LEAF, PRECISION, apart, judged, on_host, relative
-from benchmarks.harness.clock import clocked
+from benchmarks.parts import where
+from benchmarks.parts.steps import clocked
+from benchmarks.parts.values import LEAF, PRECISION, apart, judged, on_host, relative
 from jax_offload._base.on_disk import is_on_disk
 
 ALONE = True  # of processes whose pinned memory is another's nobody knows how fast they would be
@@ -59,7 +58,8 @@ def first_of(size: tuple[int, int, int], stacked: bool) -> tuple[Any, jax.Array]
     there = jax.sharding.SingleDeviceSharding(jax.devices()[0], memory_kind="device")
     shapes = {f"layer_{k:02}": jax.ShapeDtypeStruct((width, width), jnp.float32) for k in range(layers)}
     shapes = {LAYERS: jax.ShapeDtypeStruct((layers, width, width), jnp.float32)} if stacked else shapes
-    params = jax.tree.map(lambda w: w / width**0.5, initial(shapes))
+    keys = dict(zip(shapes, jax.random.split(jax.random.key(0), len(shapes)), strict=True))
+    params = {name: jax.random.normal(keys[name], x.shape) / width**0.5 for name, x in shapes.items()}
     return jax.device_put((params, jax.random.normal(jax.random.key(1), (rows, width))), there)
 
 
@@ -104,7 +104,7 @@ def train(tx: Any, jit: Any, toy: bool, stacked: bool) -> dict[str, Any]:
     }
 
 
-def run(name: str, toy: bool, programs: Path | None = None) -> dict[str, Any]:
+def run(name: str, toy: bool) -> dict[str, Any]:
     optimizer, way = name.split("; ")
     inner = OPTIMIZERS[optimizer]()
     with tempfile.TemporaryDirectory(dir=Path.cwd()) as folder:

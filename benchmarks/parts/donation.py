@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -12,7 +11,7 @@ import optax
 from jax.tree_util import keystr, tree_flatten_with_path
 
 import jax_offload as jo
-from benchmarks.gpu import where
+from benchmarks.parts import where
 from tests.support.donations import CASES, STEPS, arrays, buffers
 
 # A wrong reuse of a buffer may end the process: then a new one runs the rest.
@@ -43,7 +42,7 @@ def fetched(tree: Any) -> Any:
     return jax.device_get(jo.to_device(tree))
 
 
-def run(name: str, toy: bool, programs: Path | None = None) -> dict[str, Any]:
+def run(name: str, toy: bool) -> dict[str, Any]:
     with jax.default_matmul_precision("highest"):  # two programs may multiply differently where fewer bits are allowed
         return compared(name)
 

@@ -1,7 +1,5 @@
 """The link between host and device: each direction alone, both at once, by size of a copy and copies in flight.
 
-    python -m benchmarks.harness.link
-
 The copies are those of a compiled JAX program, as in a training step; where torch is installed, the driver's
 asynchronous copies between pinned and device memory too, as the ceiling. Bytes per second.
 """
@@ -10,20 +8,23 @@ from __future__ import annotations
 
 import statistics
 import time
-import traceback
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
 import numpy as np
 
-from benchmarks.harness.machine import say
-
+ALONE, TIMED = False, True
 MIB = 2**20
-SIZES = [1, 2, 4, 8, 16, 32, 64, 128, 256, 512]
+SIZES = [64, 16, 256, 8, 32, 128, 4, 512, 2, 1]  # the sizes of real leaves first
+DRIVER = "by the driver"
 IN_FLIGHT = [1, 2, 4, 16]
 LIMIT = "xla_gpu_experimental_parallel_async_compute_limit"
 DIRECTIONS = {"load": (True, False), "store": (False, True), "both": (True, True)}
+
+
+def cases(toy: bool) -> list[str]:
+    return ["1 MiB"] if toy else [*(f"{mib} MiB" for mib in SIZES), DRIVER]
 
 
 def copies(size: int, total: int) -> int:
@@ -103,16 +104,8 @@ def row(by: str, direction: str, mib: int, in_flight: int, rate: float) -> dict[
     return {"by": by, "direction": direction, "mib": mib, "in_flight": in_flight, "bytes_per_second": rate}
 
 
-def run(total: int = 2 << 30, sizes: list[int] = SIZES, repeats: int = 5) -> Iterator[dict[str, Any]]:
-    if jax.devices()[0].platform == "cpu":  # no link: what is left is to see that it runs
-        total, sizes, repeats = 4 * MIB, [1], 1
-    yield from in_jax(total, sizes, repeats)
-    try:
-        yield from in_torch(total, sizes, repeats)
-    except Exception:  # the other rows stand
-        traceback.print_exc()
-
-
-if __name__ == "__main__":
-    for each in run():  # one by one: what is known when time is up is kept
-        say(each)
+def run(name: str, toy: bool) -> dict[str, Any]:
+    total, repeats = (4 * MIB, 1) if toy else (2 << 30, 5)
+    if name == DRIVER:
+        return {"rows": list(in_torch(total, sorted(SIZES), repeats))}
+    return {"rows": list(in_jax(total, [int(name.split()[0])], repeats))}

@@ -1,6 +1,6 @@
 """Models that people know, compiled for an H200 and simulated: the table of results in the README.
 
-    JAX_PLATFORMS=cpu python -m benchmarks.compiled.models [gpt-1.3b gpt-7b llama-8b vit-h moe] [--out FILE]
+    JAX_PLATFORMS=cpu python -m benchmarks.models [gpt-1.3b gpt-7b llama-8b vit-h moe] [--out FILE]
 
 Each model is compiled three ways: with plain optax (resident), by the usual recipe (``device_put`` the state in,
 update, ``device_put`` it out, under ``jax.jit``) and with ``jo.offload`` and ``jo.pipelined``. Gradients are clipped by
@@ -25,9 +25,9 @@ import optax
 from jax.sharding import SingleDeviceSharding
 
 import jax_offload as jo
-from benchmarks.in_jax.recipe import usual_recipe
+from benchmarks.parts.recipe import usual_recipe
 
-OUT = Path(__file__).parents[1] / "results" / "models.json"
+OUT = Path(__file__).parent / "results" / "models.json"
 HALF, FULL = jnp.bfloat16, jnp.float32
 CLIPPED = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -12,7 +11,6 @@ import jax.numpy as jnp
 import optax
 
 import jax_offload as jo
-from benchmarks.gpu.steps import initial
 from tests.aot import model
 
 ALONE, TIMED = False, True  # ``profile`` and the chip measure
@@ -42,7 +40,7 @@ def profile(step: Any, args: Any, tx: Any) -> Any:
 REPORTS = {"placement": placement, "inspect": inspect, "verify": verify, "profile": profile}
 
 
-def run(name: str, toy: bool, programs: Path | None = None) -> dict[str, Any]:
+def run(name: str, toy: bool) -> dict[str, Any]:
     """The report as text; ``wrong`` is for whoever reads it to say."""
     if name == "doctor":
         done = subprocess.run([sys.executable, "-m", "jax_offload", "doctor"], capture_output=True, text=True)
@@ -52,7 +50,7 @@ def run(name: str, toy: bool, programs: Path | None = None) -> dict[str, Any]:
     what, way = name.split("; ")
     layers, width, rows = TOY if toy else SIZE
     tx = jo.offload(optax.adamw(1e-3))
-    params = initial({"w": jax.ShapeDtypeStruct((layers, width, width), jnp.float32)})
+    params = {"w": jax.random.normal(jax.random.key(0), (layers, width, width)) / width**0.5}
     step = (jo.jit if way == "jo.jit" else jax.jit)(
         model.step_of(tx, model.loss, update_params=True), donate_argnums=(0, 1)
     )

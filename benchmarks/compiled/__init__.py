@@ -1,1 +1,0 @@
-"""Steps compiled for a chip that is not there."""

@@ -1,1 +1,0 @@
-"""What every system shares: cases, workers, results, and the tables of them."""
