@@ -25,9 +25,13 @@ from jax_offload._plan.in_scan import CannotHoist, InScan
 from jax_offload._plan.plan import Gate, Planned
 
 LEAST_GATES = 4  # with fewer there is nothing to hold back
-AT_ONCE = "most of its gradients are there only at once: a number needs all, such as their norm, or one call makes them"
+AT_ONCE = (
+    "most of its gradients are there only at once: a number needs all, such as their norm, or one call makes them; "
+    "jax_offload.pipelined hides it"
+)
 FEW_PLACES = (
-    f"its passes, forward and backward, have fewer than {LEAST_GATES} places where parts of an update could wait"
+    f"its passes, forward and backward, have fewer than {LEAST_GATES} places where parts of an update could wait; "
+    "scan over the layers"
 )
 LEAST_FRONT = 2**12  # elements: what a pass goes on with is at least as large
 

@@ -27,14 +27,22 @@ from jax_offload._plan.plan import InIterations, Planned, RowWise, Window
 from jax_offload._plan.rules import Dependent, Partial, Rows, Where, chunked_dims, rows_like, rule_of
 from jax_offload._plan.transfers import same_type
 
-NEEDS_ALL = "something that needs all gradients, such as their norm, stands between them and their update"
-OF_THE_SCAN = "a number that the same scan carries to its end stands between their gradients and their update"
+PIPELINED = "; jax_offload.pipelined hides it"
+NEEDS_ALL = f"something that needs all gradients, such as their norm, stands between them and their update{PIPELINED}"
+OF_THE_SCAN = (
+    f"a number that the same scan carries to its end stands between their gradients and their update{PIPELINED}"
+)
 BY_INDEX = "a scan takes its layers by their index, and sums their gradients up; scan over stacked parameters instead"
 SHARED = (
-    "every iteration of a scan uses it, and its gradient is the sum over all of them (tied layers, a recurrent net)"
+    "every iteration of a scan uses it, and its gradient is the sum over all of them (tied layers, a recurrent net); "
+    "keep it on the device with select="
 )
 MICROBATCHES = "its gradient is summed over microbatches in a scan, and the last of them cannot host the update"
-NEEDED_BEFORE = "new parameters are needed as a whole before the scan that reads them by layers"
+NEEDED_BEFORE = (
+    "new parameters are needed as a whole before the scan that reads them by layers; use them whole after that scan"
+)
+MERGED = "a reshape merges its layers with other dimensions; scan over the first dimension of the stack as it is"
+IN_GROUPS = "a scan over groups of layers changes them before the scan inside it reads them; change them in that scan"
 ROWS = Window(0, "rows of the scan's iterations")  # `InScan.planned` counts their bytes
 LEAST_ROW = 2**16  # bytes: smaller rows are updated faster together, after the scan
 _PLACED = frozenset(("dynamic_update_slice", "scatter", "scatter-add", "pad"))  # a row among zeros
@@ -92,7 +100,7 @@ class Hoist:
         merging = {y: eqn for y, eqn in readers if _groups(eqn, y, eqn.outvars)}
         row_of = dict(zip(outer.ys, body.outputs[len(outer.init) :], strict=True))
         input_of = dict(zip(outer.xs[::-1], body.inputs[::-1], strict=False))
-        wanted = {row_of[y] for y in merging} if merging else {input_of[x] for x in grouping if self.own}
+        wanted = {*variables(row_of[y] for y in merging)} if merging else {input_of[x] for x in grouping if self.own}
         for at, eqn in enumerate(body.eqns):
             inner = scan_of(eqn)
             if inner is None or wanted.isdisjoint(inner.ys if merging else variables(inner.xs)):
@@ -140,7 +148,9 @@ class Hoist:
                 continue
             reads, writes = {*move.slice.inputs}, {old for old in move.how.buffers if old is not None}
             if not reads.isdisjoint(written) or not writes.isdisjoint(read):
-                why.append(located("two gradients change the same leaf", self.program.eqns[self.at]))
+                why.append(
+                    located("two gradients change the same leaf; update it with their sum", self.program.eqns[self.at])
+                )
                 continue
             moves.append(move)
             moved |= own
@@ -204,7 +214,7 @@ class Hoist:
         updated = {v for move in moves for v in move.slice.outputs}
         fed = {k: x for k, x in enumerate(scan.xs) if not isinstance(x, Literal) and x in updated}
         if self.nest and not self.nest.hands_on(fed):
-            return None, [*why, located("a scan over groups of layers changes what the scan inside it reads", eqns[-1])]
+            return None, [*why, located(IN_GROUPS, self.program.eqns[self.at])]
         kept = tuple(scan.ys)
         return InScan(scan, tuple(moves), kept, True, frozenset(moved), frozenset(feeds), fed, nest=self.nest), why
 
@@ -344,17 +354,21 @@ class Hoist:
         s = slice_of(eqns, list(targets), program.debug_info, program.shards)
         dims = tuple(needed[v] for v in s.inputs)
         if any(needed[v] is None for v in s.loads):
-            raise CannotHoist("a leaf on the host that has no such rows is needed")
+            raise CannotHoist(
+                "a leaf on the host that has no such rows is needed; stack all that its update reads by layers"
+            )
         if not s.core.loads.issuperset(s.loads):
-            raise CannotHoist("a branch of its update loads or stores it, and the other does not")
+            raise CannotHoist(
+                "a branch of its update loads or stores it, and the other does not; choose with jnp.where"
+            )
         if any(program.shards[v][d.dim] > 1 for v, d in needed.items() if isinstance(d, Rows) and v in program.shards):
-            raise CannotHoist("its layers are divided between devices")
+            raise CannotHoist("its layers are divided between devices; divide another dimension")
         rows = {v: d for v, d in zip(s.inputs, dims, strict=True) if d is not None}
         lead = max([v for v in rows if v not in scan.ys] or rows, key=lambda v: nbytes(v.aval))
         shape, axis = lead.aval.shape, rows[lead].dim
         out_dims = tuple(chunked_dims(s.core.jaxpr, list(dims), Where(scan.length, shape, axis)))
         if any(d is None or (isinstance(d, Rows) and d.per_row > 1) for d in out_dims):
-            raise CannotHoist("its rows are merged")
+            raise CannotHoist(MERGED)
         how = InIterations(shape, axis, dims, out_dims, (None,) * len(out_dims), ahead=ahead)
         return Planned(s, dataclasses.replace(how, buffers=self._buffers(s, how)), ROWS)
 
@@ -376,7 +390,9 @@ class Hoist:
                 like_it = [x for x in free if x not in taken and dims[x] == d and same_type(x.aval, v.aval)]
                 old = min(like_it, key=lambda x: math.prod(s.shards.get(x, ())), default=None)
             if old is None and is_host_aval(v.aval):
-                raise CannotHoist("it moves to the host in this step, or its next value is of another type")
+                raise CannotHoist(
+                    "it moves to the host in this step, or its next value is of another type; give it as tx.init does"
+                )
             found.append(old)
             taken |= {old} if old is not None else set()
         return tuple(found)
@@ -429,14 +445,14 @@ def _flow(eqns: Sequence[Equation], scan: Scan, at: int, claimed: Set[int]) -> _
         shape, dim = rows[0].aval.shape, flow.dims[rows[0]]
         known = {v: d for v in ins if v not in later and (d := rows_like(v.aval, shape, dim.dim)) is not None}
         if any(flow.known.get(v, d) != d for v, d in known.items()) or (known and dim.per_row > 1):
-            flow.blocked.update(dict.fromkeys(rows, located("its rows are merged", eqn)))
+            flow.blocked.update(dict.fromkeys(rows, located(MERGED, eqn)))
             continue
         dims = [None if isinstance(v, Literal) else flow.dims.get(v, known.get(v)) for v in eqn.invars]
         try:
             out, _ = rule_of(eqn, dims, Where(scan.length, shape, dim.dim))
         except Dependent as why:
             if eqn.primitive.name not in _HEAVY:
-                why = located(f"its update does not keep layers apart: {why}", eqn)
+                why = located(f"its update does not keep layers apart: {why}; keep it on the device with select=", eqn)
                 flow.blocked.update(dict.fromkeys(rows, why))
             continue
         if any(d is None for d in out):
@@ -486,7 +502,7 @@ def closure(makers: Makers, wanted: Mapping[Var, Rows | None], dims_of: DimsOf) 
             if isinstance(v, Literal):
                 continue
             if needed.setdefault(v, d) != d:
-                raise CannotHoist("an array is used with its rows in two places")
+                raise CannotHoist("an array is used with its layers in two dimensions; take them from one")
             if v in makers and makers[v][0] not in todo:
                 k, maker = makers[v]
                 todo[k] = maker

@@ -4,6 +4,7 @@
 - A loop that takes its layers by their numbers, and sums their gradients up, becomes a scan over stacked layers.
 - A scan over layers that the step itself has stacked becomes the layers one after the other.
 - Two scans over the same layers, of which none needs the other, become one scan.
+- An update of gradients that a ``shard_map`` makes moves into it.
 - An update in a branch becomes one that always runs, and chooses between the old values and the new ones.
 """
 
@@ -17,6 +18,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
 
 from jax_offload._base.barriers import together
 from jax_offload._base.jaxprs import (
@@ -33,20 +35,33 @@ from jax_offload._base.jaxprs import (
     jax_fun,
     jaxpr_of,
     renamed,
+    run_equation,
     scan_of,
+    sharded_like,
     values_of,
     variables,
     without_dead_code,
 )
 from jax_offload._base.memory import is_host_aval
 from jax_offload._base.private import without_references
+from jax_offload._base.shardings import names_in, typed_sharding
 from jax_offload._emit.find import holds_update, is_update
+from jax_offload._emit.region import Update, bound
 from jax_offload._ir.branches import choice
 from jax_offload._ir.primitives import is_cheap, is_loop
-from jax_offload._ir.program import Builder, Program, flat, rebuilt, replaced, traced_for, without_round_trips
+from jax_offload._ir.program import (
+    Builder,
+    Program,
+    as_program,
+    flat,
+    rebuilt,
+    replaced,
+    traced_for,
+    without_round_trips,
+)
 from jax_offload._ir.propagate import needed_for
 from jax_offload._ir.slices import slice_of
-from jax_offload._step.inlined import consisting_of, equation_of, localised
+from jax_offload._step.inlined import consisting_of, equation_of, localised, with_program
 
 _MOST_UNROLLED = 256
 
@@ -64,6 +79,108 @@ def dereferenced(program: Program, *, any_jit: bool = False) -> Program:
     if not any(type(effect) in effects_of(REFERENCES) for effect in program.effects):
         return program
     return flat(without_references(program.closed), any_jit=any_jit)
+
+
+# Updates behind a shard_map -----------------------------------------------------------------------------------------
+
+
+def inside_shard_maps(program: Program) -> Program:
+    """Move updates into the ``shard_map`` that makes their gradients, where each device has whole parameters."""
+    for at, eqn in enumerate(program.eqns):
+        if eqn.primitive.name == "shard_map" and (moved := _after_shard_map(program, at)):
+            return _moved_inside(program, at, moved)
+    return program
+
+
+def _after_shard_map(program: Program, at: int) -> list[Equation]:
+    """Find the updates of the gradients that a ``shard_map`` makes, and the equations between them and it.
+
+    All of them compute the same on every device, from values that are whole there.
+    """
+    this = program.eqns[at]
+    manual: Set[str] = this.params["newly_manual_axes"]
+    divided = {v for v, spec in zip(this.outvars, this.params["out_specs"], strict=True) if any(spec)}
+    if manual != {*this.params["mesh"].axis_names} or any(typed_sharding(v.aval) for v in this.outvars):
+        return []
+    made, found = {*this.outvars} - divided, list[Equation]()
+    for eqn in program.eqns[at + 1 :]:
+        if made.isdisjoint(variables(eqn.invars)) or not divided.isdisjoint(variables(eqn.invars)):
+            continue
+        if eqn.effects or not (_is_whole(eqn.params["update"], manual) if is_update(eqn) else is_cheap(eqn)):
+            divided.update(eqn.outvars)
+            continue
+        made.update(eqn.outvars)
+        found.append(eqn)
+    return needed_for(found, {v for eqn in found if is_update(eqn) for v in eqn.outvars})[0]
+
+
+def _is_whole(update: Update, manual: Set[str]) -> bool:
+    """Whether each device is known to have all of an update's operands whole."""
+    for claim in update.claims:
+        specs = [s.spec if isinstance(s, NamedSharding) else None for s in claim.options.shardings.values()]
+        if claim.options.partitions or claim.options.unknown or not specs or None in specs:
+            return False
+        if any(not manual.isdisjoint(names_in(entry)) for spec in specs for entry in spec or ()):
+            return False
+    return not update.driven
+
+
+def _moved_inside(program: Program, at: int, moved: Sequence[Equation]) -> Program:
+    """Return the program with equations behind the ``shard_map`` at equation ``at`` inside of it."""
+    this, gone = program.eqns[at], {*map(id, moved)}
+    # what it has whole as an operand is no second one, or new parameters could not overwrite the old ones
+    whole = {v: k for k, (v, spec) in enumerate(zip(this.invars, this.params["in_specs"], strict=True))
+             if isinstance(v, Var) and not any(spec)}  # fmt: skip
+    there = {*whole, *(v for eqn in (this, *moved) for v in eqn.outvars)}
+    others = list(dict.fromkeys(v for eqn in moved for v in variables(eqn.invars) if v not in there))
+    read = {*variables(program.outputs)}
+    read.update(v for eqn in program.eqns if id(eqn) not in gone for v in variables(eqn.invars))
+    kept = [v in read for v in this.outvars]
+    results = [v for eqn in moved for v in eqn.outvars if v in read]
+    body = jax_fun(closed(this.params["jaxpr"]))
+
+    def run(*operands: Any) -> list[Any]:
+        n = len(this.invars)
+        env = dict(zip(this.outvars, own := body(*operands[:n]), strict=True))
+        env.update({v: operands[k] for v, k in whole.items()} | dict(zip(others, operands[n:], strict=True)))
+        for eqn in moved:
+            given = values_of(env, eqn.invars)
+            update = eqn.params.get("update") if is_update(eqn) else None
+            made = run_equation(eqn, given, eqn.params) if update is None else bound(_retraced(update, given), given)
+            env.update(zip(eqn.outvars, made, strict=True))
+        return [*itertools.compress(own, kept), *values_of(env, results)]
+
+    specs = [*itertools.compress(this.params["out_specs"], kept)]
+    this_one = this.replace(params=this.params | {"out_specs": specs})
+    around = sharded_like(this_one, run, [PartitionSpec()] * len(others), [PartitionSpec()] * len(results))
+    before, _ = needed_for(program.eqns[at + 1 :], others)
+    first = {*map(id, before)} - gone
+    new = Builder([*program.eqns[:at], *(eqn for eqn in before if id(eqn) in first)])
+    operands = [*this.invars, *others]
+    inside = new.call(traced_for(this.replace(invars=operands), around), operands)
+    new.names.update(zip([*itertools.compress(this.outvars, kept), *results], inside, strict=True))
+    for eqn in program.eqns[at + 1 :]:
+        if id(eqn) not in gone | first:
+            new.put(eqn)
+    return dataclasses.replace(program, eqns=new.eqns, outputs=new.read(program.outputs))
+
+
+def _retraced(update: Update, given: Sequence[Any]) -> Update:
+    """Return an update for the inside of a ``shard_map``, where types differ and nothing divides values further."""
+    old = update.program
+
+    def run(*operands: Any) -> list[Any]:
+        env = dict(zip(old.inputs, [*old.consts, *operands], strict=True))
+        for eqn in old.eqns:
+            values = values_of(env, eqn.invars)
+            placed = eqn.primitive.name == "sharding_constraint"
+            env.update(zip(eqn.outvars, values if placed else run_equation(eqn, values, eqn.params), strict=True))
+        return values_of(env, old.outputs)
+
+    new = as_program(jaxpr_of(run, *given)[0])
+    names = dict(zip(update.operands, new.inputs[len(new.consts) :], strict=True))
+    names |= {v: x for v, x in zip(old.outputs, new.outputs, strict=True) if isinstance(v, Var)}
+    return dataclasses.replace(with_program(update, new, names), manual=True, take_turns=False)
 
 
 # Updates in branches -----------------------------------------------------------------------------------------------
@@ -392,9 +509,9 @@ def why_not_peeled(program: Program, at: int) -> str:
     if scan is None or not scan.length:
         return "it has no iterations"
     if eqn.effects:
-        return "it has effects, such as a callback, whose order would change"
+        return "it has effects, such as a callback, whose order would change; call back after the scan"
     if any(is_host_aval(v.aval) for v in (*scan.xs, *scan.ys)):
-        return "it reads or makes rows in host memory, which would be copied there"
+        return "it reads or makes rows in host memory, which would be copied there; load them before the scan"
     return ""
 
 

@@ -20,6 +20,10 @@ from jax_offload._plan.plan import Gate, Planned, Whole, Window
 from jax_offload._step.canonical import canonical, peeled, why_not_peeled
 from jax_offload._step.inlined import Inlined, consisting_of, inlined, opened
 
+AHEAD = (
+    "a number made of all of its state, or of all rows of a leaf, takes a pass of its own, ahead; keep leaves on the "
+    "device with fraction="
+)
 IN_A_SHARD_MAP = "its gradients are made inside a shard_map; call the update inside the same shard_map"
 
 
@@ -227,12 +231,12 @@ def _pieces(rest: Update) -> list[Node]:
     """
     update = dataclasses.replace(rest, gated=True)
     if len(update.passes) != 1:
-        raise CannotHoist("a number made of all of its state, or of all rows of a leaf, takes a pass of its own, ahead")
+        raise CannotHoist(AHEAD)
     (only,) = update.passes
     if only.in_own_loop:
-        raise CannotHoist(f"it runs in a loop of its own, {only.slices[0].window.own_loop}")
+        raise CannotHoist(f"it runs in a loop of its own, {only.slices[0].window.own_loop}; scan over stacked layers")
     if any(eqn.effects for eqn in update.program.eqns):
-        raise CannotHoist("it has effects, such as a callback")
+        raise CannotHoist("it has effects, such as a callback; call back from the step, not from the optimizer")
     window = only.slices[0].window if only.slices else Window(0, "nothing moves")
     apart = [s for s in only.first if isinstance(s, Slice)]
     first = [Planned(s, Whole(), window, tuple(v for v in s.outputs if v in update.next_values)[:1]) for s in apart]

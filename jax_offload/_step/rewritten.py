@@ -46,7 +46,7 @@ from jax_offload._ir.propagate import Node
 from jax_offload._ir.slices import Slice
 from jax_offload._plan.in_scan import InScan
 from jax_offload._plan.plan import Gate, Planned
-from jax_offload._step.canonical import canonical
+from jax_offload._step.canonical import canonical, inside_shard_maps
 from jax_offload._step.checked import CannotRewrite, check_order, check_program, tell
 from jax_offload._step.parts import Parts, parts_of
 from jax_offload._step.returned import unreturned
@@ -112,7 +112,8 @@ def _holds_driven(eqn: Equation) -> bool:
 
 def emitted(closed: ClosedJaxpr, args: Sequence[Any]) -> list[Any]:
     """Emit the step into the current trace, and return its results for flat arguments."""
-    program = flat(closed)
+    program = inside_shard_maps(flat(closed))
+    closed = program.closed
     lost = unreturned(program)
     if lost is not None and not lost.meant:
         warnings.warn(
@@ -215,7 +216,7 @@ def _noted_inside(program: Program) -> Program:
     inside = [eqn for eqn in program.eqns if not is_update(eqn) and holds_update(eqn)]
     if not own or not inside:
         return program
-    words = "another update runs in a {} of the step, and stays there"
+    words = "another update runs in a {} of the step, and stays there; call it outside, and choose with skip="
     why = dict.fromkeys(located(words.format(eqn.primitive.name), eqn) for eqn in inside)
     return flat(_saying(program.closed, tuple(why), own))
 
@@ -270,6 +271,6 @@ def _why_not(closed: ClosedJaxpr, plain: Program) -> tuple[str, ...]:
     if (updates or inside) and (names := ordered(closed.effects)):
         whose = "" if only_callbacks(closed.effects) else f"of mutable arrays or checks ({', '.join(names)}) "
         having = next(eqn for eqn in plain.eqns if ordered(eqn.effects))
-        return (located(f"the step has effects {whose}whose order would be lost", having),)
-    words = "it runs in a {} of the step, and only what each step runs once moves"
+        return (located(f"the step has effects {whose}whose order would be lost; use unordered ones", having),)
+    words = "it runs in a {} of the step, and only what each step runs once moves; call jo.jit of a single step"
     return tuple(located(words.format(eqn.primitive.name), eqn) for eqn in inside)

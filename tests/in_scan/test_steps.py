@@ -224,7 +224,7 @@ STEPS = {  # whether the update of the stack moves, or why it does not
     "reading after the update": (reading_after, True),
     "a mutable array": (with_a_ref, True),
     "another loop": (through_a_tower, True),
-    "raveled gradients": (raveling, "its rows are merged"),
+    "raveled gradients": (raveling, "merges its layers with other dimensions; scan over"),
     "another update in a cond": (another_in_a_cond, "another update runs in a cond of the step, and stays there"),
     "inside of a jit": (inside_jit, "it runs in a loop of its own, as pieces this small hide little"),  # the head
     "several steps in one": (in_a_loop, True),
@@ -238,7 +238,7 @@ STEPS = {  # whether the update of the stack moves, or why it does not
     "two passes of casts": (of_network(lambda w, x: scanned(w * 1, x) - scanned(w.astype(jnp.bfloat16), x)), True),
     "groups of layers": (of_network(in_groups), True),
     "groups of layers, by hand": (of_network(functools.partial(in_groups, remat=lambda f: f)), True),
-    "groups of layers, scaled": (of_network(functools.partial(in_groups, scale=2.0)), "merge"),
+    "groups of layers, scaled": (of_network(functools.partial(in_groups, scale=2.0)), "merges its layers"),
     "groups of layers, gradients returned": (returning_gradients, True),
     "one pass after the other": (of_network(lambda w, x: scanned(w, scanned(w, x))), True),
 }
@@ -492,22 +492,41 @@ def test_a_step_inside_a_shard_map(how):
     assert bool(table.stays) == ("own" in how or (how == "check_vma" and jax.__version_info__ < (0, 11)))
 
 
-def test_gradients_from_a_shard_map_say_where_to_update():
-    mesh = Mesh(np.array(jax.devices()[:4]), ("data",))
-    params = jax.device_put(parameters(), NamedSharding(mesh, P()))
+@pytest.mark.parametrize("how", ["", "check_vma", "two updates", "divided", "divided state"])
+def test_gradients_from_a_shard_map(how):
+    """An update outside of it moves inside, if each device has all of the gradients and of the state."""
+    mesh, tx = Mesh(np.array(jax.devices()[:4]), ("data",)), offloaded(ADAMW)
+    check_vma, scatter = how == "check_vma", functools.partial(jax.lax.psum_scatter, scatter_dimension=1, tiled=True)
 
     def local(params, x):
-        return jax.lax.pmean(jax.grad(loss_of)(params, x), "data")
+        value, grads = jax.value_and_grad(lambda w: (scanned(w, x) ** 2).mean())(params["layers"])
+        if not check_vma:
+            grads = (scatter if how == "divided" else jax.lax.psum)(grads, "data")
+        return jax.lax.pmean(value, "data"), {"layers": grads / 4}
 
-    tx = offloaded(ADAMW)
+    def make(tx):
+        out_specs = P(), P(None, "data") if how == "divided" else P()
+        grads_of = jax.shard_map(local, mesh=mesh, in_specs=(P(), P("data")), out_specs=out_specs, check_vma=check_vma)
 
-    @jo.jit
-    def step(params, state, x):
-        grads = jax.shard_map(local, mesh=mesh, in_specs=(P(), P("data")), out_specs=P(), check_vma=False)(params, x)
-        return jo.update_params(tx, grads, state, params)
+        def step(params, state, x):
+            value, grads = grads_of(params, x)
+            for _ in range(2 if how == "two updates" else 1):
+                updates, state = tx.update(jax.tree.map(lambda g: 2 * g, grads), state, params)
+                params = optax.apply_updates(params, updates)
+            return params, state, (value, params["layers"].mean())
 
-    (why,) = placement(step, tx, params=params).stays
-    assert why.startswith("its gradients are made inside a shard_map; call the update inside the same shard_map (at ")
+        return step
+
+    where = P(None, "data") if how == "divided state" else P()
+    params = {"layers": jax.device_put(parameters()["layers"], NamedSharding(mesh, where))}
+    batches = [jax.device_put(batch(k)["x"], NamedSharding(mesh, P("data"))) for k in range(3)]
+    if "divided" in how:
+        (why,) = placement(jo.jit(make(tx)), tx, batches[0], params=params).stays
+        assert why.startswith("its gradients are made inside a shard_map; call the update inside the same shard_map (")
+        return
+    table = assert_as_plain(make, tx, ADAMW, params=params, batches=batches)
+    if how != "two updates" and not (check_vma and jax.__version_info__ < (0, 11)):
+        assert all_moved(table), table.stays
 
 
 # ---- lowered programs
