@@ -29,23 +29,30 @@ class Model(nnx.Module):
         return self.head(nnx.relu(self.hidden(self.embed(x).reshape(len(x), -1))))
 
 
-@nnx.jit(donate_argnums=(0, 1))
-def train_step(model, optimizer, batch):
-    def loss_fn(model):
-        logits = model(batch[:, :-1])
-        return optax.softmax_cross_entropy_with_integer_labels(logits, batch[:, -1].astype(jnp.int32)).mean()
-
-    loss, grads = nnx.value_and_grad(loss_fn)(model)
-    optimizer.update(model, grads)
-    return loss
+def loss_fn(model, batch):
+    logits = model(batch[:, :-1])
+    return optax.softmax_cross_entropy_with_integer_labels(logits, batch[:, -1].astype(jnp.int32)).mean()
 
 
 def train(model, tx, data, steps):
     # Under jit, all that the optimizer holds is committed to the model's device: the step compiles once.
     optimizer = nnx.jit(lambda model: nnx.Optimizer(model, tx, wrt=nnx.Param))(model)
-    losses = [float(train_step(model, optimizer, _data.batch(data, i, BATCH, CONTEXT))) for i in range(steps)]
+    graph, arrays = nnx.split((model, optimizer))
+
+    @jo.jit(donate_argnums=0)  # takes arrays only; nnx.jit would hide no transfers
+    def step(arrays, batch):
+        model, optimizer = both = nnx.merge(graph, arrays)
+        loss, grads = nnx.value_and_grad(loss_fn)(model, batch)
+        optimizer.update(model, grads)
+        return nnx.state(both), loss
+
+    losses = []
+    for i in range(steps):
+        arrays, loss = step(arrays, _data.batch(data, i, BATCH, CONTEXT))
+        losses.append(float(loss))
+    nnx.update((model, optimizer), arrays)
     print(f"loss {losses[0]:.3f} -> {losses[-1]:.3f}")
-    return optimizer, losses
+    return optimizer, losses, step
 
 
 def main(steps=200, width=1024):
@@ -56,8 +63,8 @@ def main(steps=200, width=1024):
     tx = jo.offload(optax.adamw(1e-3))
     print(jo.placement(tx, nnx.state(model, nnx.Param)))
     manual = np.frombuffer("".join(topics.values()).encode(), np.uint8)
-    optimizer, losses = train(model, tx, manual, steps)
-    return {"losses": losses, "optimizer": optimizer}
+    optimizer, losses, step = train(model, tx, manual, steps)
+    return {"losses": losses, "optimizer": optimizer, "step": step}
 
 
 if __name__ == "__main__":

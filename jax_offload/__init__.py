@@ -10,7 +10,7 @@ import typing as _typing
 from importlib import import_module as _import_module
 from importlib import metadata as _metadata
 
-from jax_offload._disk.option import disk as disk
+from jax_offload._disk.disk import Disk as disk
 from jax_offload._interop.checkpoint import restore as restore
 from jax_offload._interop.checkpoint import save_args as save_args
 from jax_offload._interop.jit import compiler_options as compiler_options

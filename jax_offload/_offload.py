@@ -25,8 +25,8 @@ from jax_offload._base.donation import Home, guarded
 from jax_offload._base.memory import loaded, on_host, stored, under_jit
 from jax_offload._base.on_disk import opened
 from jax_offload._base.shardings import Layouts, inside_shard_map, types_tell
+from jax_offload._disk.created import check_disk, created, places_of, refused
 from jax_offload._disk.disk import Disk
-from jax_offload._disk.option import check_disk, created, places_of, refused
 from jax_offload._placement.arguments import (
     arrived,
     check_eager,
@@ -48,7 +48,7 @@ from jax_offload._placement.zero import check_not_manual, check_typed, partition
 from jax_offload._plan.options import Options, Order
 from jax_offload._precision.masters import checked_update
 from jax_offload._precision.storage import adopted, rules_of, warn_of_unstored, with_storage
-from jax_offload._state.state import placed_leaves
+from jax_offload._state.state import abstract_leaves, placed_leaves
 from jax_offload._update.recipe import (
     checked_skip,
     old_where,
@@ -202,7 +202,7 @@ def offload(
                 shardings = jax.tree.unflatten(treedef, [sharding for _, _, sharding in placed])
                 state = jax.jit(create, out_shardings=shardings)(params)
             else:
-                state = created(disk, create, params, placed, treedef)
+                state = created(disk, create, params, abstract_leaves(placed), treedef)
             home.reached |= any(map(on_host, jax.tree.leaves(state)))
         if rules and around().remembers:
             warn_of_unstored(rules, state)

@@ -6,7 +6,6 @@ from jax_offload._analysis.chips import Chip as Chip
 from jax_offload._analysis.inspection import Inspection as Inspection
 from jax_offload._analysis.profiled import Profile as Profile
 from jax_offload._analysis.timeline import Timeline as Timeline
-from jax_offload._disk.disk import Disk as Disk
 from jax_offload._interop.pipelined import Pipelined as Pipelined
 from jax_offload._placement.placement import Leaf as Leaf
 from jax_offload._precision.storage import StoredState as StoredState
@@ -14,7 +13,6 @@ from jax_offload._report.report import Placement as Placement
 
 __all__ = [
     "Chip",
-    "Disk",
     "Inspection",
     "Leaf",
     "Pipelined",

@@ -16,7 +16,7 @@ import pytest
 import jax_offload as jo
 from jax_offload._base import processes
 from jax_offload._drive import stages
-from tests.disk.faulty import Faulty, error
+from tests.disk.faulty import Faulty, error, no_fault
 from tests.support.trees import assert_equal, handles, read
 
 pytestmark = pytest.mark.filterwarnings("ignore:Some donated buffers were not usable")
@@ -263,32 +263,46 @@ def test_what_is_no_disk(tmp_path):
     for wrong, says in (("", "got an empty path. Fix"), ("~nobody-of-that-name/x", "is in no home: .*Fix")):
         with pytest.raises(ValueError, match=f"directory: .*{says}"):
             jo.disk(wrong)
-    wrong = [("host_bytes", "16GiB"), ("host_bytes", 1e9), *(("commit_every", x) for x in (0, 2.0, True))]
+    wrong = [
+        ("host_bytes", -1),
+        ("host_bytes", "16GiB"),
+        ("host_bytes", 1e9),
+        *(("commit_every", x) for x in (0, 2.0, True)),
+    ]
     for name, given in wrong:
         with pytest.raises(ValueError, match=f"{name}: expected .*; got .*Fix: "):
             jo.disk(tmp_path, **{name: given})
     assert repr(jo.disk(tmp_path, commit_every=5)) == f"disk('{tmp_path}', host_bytes=0, commit_every=5)"
 
 
-@pytest.mark.parametrize("inside", [False, True])
-def test_a_file_in_the_place_of_a_directory(tmp_path, inside):
-    (tmp_path / "file").write_text("")
-    run = Run(tmp_path / "file" / "state" if inside else tmp_path / "file")
+CANNOT_BE_MADE = {  # what is wrong, and what it says
+    "a file there": (None, r"making the directory of a store: .*There is a file of that name: give a directory"),
+    "a file above": (None, r"making the directory of a store: .*A part of that path is a file: give a directory"),
+    "read-only": (error(errno.EROFS, "make_directory"), r"making the directory of a store: .*filesystem is read-only"),
+    "no right": (error(errno.EACCES, "make_directory"), r"making the directory of a store: .*may not write"),
+    "full": (
+        error(errno.ENOSPC, "allocate", 1),
+        r"making \d+ bytes of space \(\d+ are free\) for \d+ bytes in all: No sp",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CANNOT_BE_MADE)
+def test_a_directory_that_cannot_be_made(tmp_path, name):
+    """An error that says the fix, and no file; once the cause is gone, the same disk is made."""
+    fault, message = CANNOT_BE_MADE[name]
+    path = tmp_path / "file"
+    path.write_text("") if fault is None else None
+    run = Run(path / "state" if name == "a file above" else path)
+    run.files.fault = fault or no_fault
     assert run.disk.last_commit is None
-    with pytest.raises(
-        OSError, match=r"making the directory of a store: .* is a file.*: give a directory|There is a file"
-    ):
+    with pytest.raises(OSError, match=message):
         run.began()
-
-
-@pytest.mark.parametrize(
-    ("number", "says"), [(errno.EROFS, "filesystem is read-only"), (errno.EACCES, "may not write")]
-)
-def test_a_directory_in_which_nothing_can_be_made(tmp_path, number, says):
-    run = Run(tmp_path / "new")
-    run.files.fault = error(number, "make_directory")
-    with pytest.raises(OSError, match=f"making the directory of a store: .*{says}"):
-        run.began()
+    assert not [*path.glob("**/state.*")]
+    path.unlink() if fault is None else None
+    run.files.fault = no_fault
+    run.began()
+    run.disk.close()
 
 
 # ---- how it is made --------------------------------------------------------------------------------------------------

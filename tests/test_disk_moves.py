@@ -14,7 +14,7 @@ import pytest
 import jax_offload as jo
 from jax_offload._drive import stages
 from tests.disk.faulty import NO_SPACE, Faulty, error, no_fault
-from tests.support.trees import is_on_disk
+from tests.support.trees import assert_equal, handles, kinds, read
 from tests.test_disk_kills import child
 
 INNER = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-2))
@@ -56,33 +56,20 @@ def target_of(tx):
     return {"params": params(), "state": jo.abstract_state(tx, params())}
 
 
-def leaves(tree):
-    return jax.tree.leaves(tree, is_leaf=is_on_disk)
-
-
 def by_name(tree):
     """Its leaves; a named tuple and the dict that orbax makes of it agree."""
     flat = jax.tree_util.tree_flatten_with_path(tree)[0]
     return {jax.tree_util.keystr(path, simple=True, separator="/"): x for path, x in flat}
 
 
-def on_disk(tree):
-    return [x for x in leaves(tree) if is_on_disk(x)]
-
-
 def same(got, wanted):
-    for x, y in zip(leaves(got), leaves(wanted), strict=True):
-        np.testing.assert_array_equal(np.asarray(x), np.asarray(y))
+    assert_equal(read(got), read(wanted))
 
 
 def near(got, wanted):
     """Results of programs that XLA may compile otherwise: parameters to the last bits; moments follow in any format."""
-    for x, y in zip(leaves(got[0]), leaves(wanted[0]), strict=True):
+    for x, y in zip(jax.tree.leaves(got[0]), jax.tree.leaves(wanted[0]), strict=True):
         np.testing.assert_allclose(np.asarray(x), np.asarray(y), rtol=1e-6)
-
-
-def kinds(tree):
-    return [x.sharding.memory_kind for x in jax.tree.leaves(tree)]
 
 
 def types(tree):
@@ -114,7 +101,7 @@ def test_a_store_restores_into_memory(disks, storage, host_bytes):
     same(got, tree)
     assert {*kinds(got)} == {"device"}
     got = jo.restore(files, jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), tree))
-    assert all(isinstance(x, np.ndarray) for x in leaves(got))
+    assert all(isinstance(x, np.ndarray) for x in jax.tree.leaves(got))
     same(got, tree)
 
 
@@ -126,7 +113,7 @@ def test_a_store_restores_onto_another_disk(disks):
     tx = offload(other)
     got = jo.restore(files, target_of(tx))
     same(got["state"], state)
-    assert len(on_disk(got)) == 4 and {x.place.home for x in on_disk(got)} == {other}
+    assert len(handles(got)) == 4 and {x.place.home for x in handles(got)} == {other}
     near(step_of(tx)(got["params"], got["state"], GRADS), step_of(offload(files))(weights, state, GRADS))
 
 
@@ -136,7 +123,7 @@ def test_to_host_moves_a_running_job_there_and_back(disks, storage, host_bytes):
     tx = offload(files, storage=storage)
     weights, state = trained(memory)
     moved = jo.to_host(tx, state, weights)
-    assert len(on_disk(moved)) == 6
+    assert len(handles(moved)) == 6
     same(moved, state)
     same(jo.to_host(tx, moved, weights), state)  # where it is already
     back = jo.to_host(memory, moved, weights)
@@ -166,13 +153,13 @@ def test_orbax_saves_from_a_disk_and_restores_into_any_placement(disks, tmp_path
         near(trained_on, step_of(memory)(*wanted.values(), GRADS))
         other = offload(disks("other", host_bytes=LEAF // 4), storage=storage)
         got = jo.restore(manager, target_of(other))
-        assert len(on_disk(got)) == 8 and len(on_disk(state)) == 6
+        assert len(handles(got)) == 8 and len(handles(state)) == 6
         same(got, wanted)
         near(step_of(other)(*got.values(), GRADS), trained_on)
         same(by_name(jo.restore(manager)), by_name(wanted))
         with ocp.StandardCheckpointer() as plain:  # as anyone else reads it
             found = plain.restore(tmp_path / "orbax" / "0" / "default")
-        assert [x.dtype for x in leaves(found["params"])] == [np.float32] * 4
+        assert [x.dtype for x in jax.tree.leaves(found["params"])] == [np.float32] * 4
 
 
 def test_a_state_that_goes_on_while_orbax_reads_it_is_an_error(disks, tmp_path):

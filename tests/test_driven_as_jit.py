@@ -239,6 +239,36 @@ def test_what_a_branch_hands_on_is_nobody_elses(way, tmp_path):
     assert float(jnp.abs(p - jnp.eye(8)).max()) > 0
 
 
+def slow(inner):
+    """An optimizer whose program on the cores runs for longer than Python takes to end the step."""
+
+    def update(grads, state, params):
+        grads, state = inner.update(grads, state, params)
+        y = jax.lax.fori_loop(0, 300, lambda _, y: jnp.sin(y @ y), jnp.tile(grads, (32, 32)))
+        return grads + 0 * y.sum() * params, state
+
+    return optax.GradientTransformation(inner.init, update)
+
+
+@pytest.mark.parametrize("who", ["the step", "the next program", "nobody, as somebody holds a view of them"])
+def test_parameters_that_the_cores_read_are_donated_as_under_jit(who, tmp_path):
+    """While a program of the cores still reads them: the step returns the old ones, or the caller donates them next."""
+    found = []
+    for jit, tx in (jax.jit, slow(inner())), (jo.jit, offloaded("update_on", tmp_path, slow(inner()))):
+        p = jax.device_put(jnp.eye(8), jax.devices()[0])
+        step = jit(lambda p, s, x, tx=tx: (*plain(tx, p, s, x), p), donate_argnums=0 if who == "the step" else ())
+        step(jnp.copy(p), s := tx.init(p), x_of(0))  # compiled
+        p = jnp.copy(p)
+        view = np.asarray(p) if "view" in who else None
+        _, _, old = step(p, s, x_of(0))
+        if who != "the step":
+            old = jax.jit(lambda p: p, donate_argnums=0)(p)
+        np.testing.assert_array_equal(old, np.eye(8))
+        found.append(p.is_deleted())
+        assert view is None or np.array_equal(view, old)
+    assert found == ["view" not in who] * 2
+
+
 SETTINGS = {
     "no tracer outlives its trace": jax.checking_leaks,
     "no transfer that nobody asked for": functools.partial(jax.transfer_guard, "disallow"),

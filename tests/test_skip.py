@@ -139,3 +139,14 @@ def test_a_leaf_that_an_update_widens(through):
         np.testing.assert_array_equal(state["w"], np.full((8, 16), value, np.float32))
         kept = np.float16(1 if through == "update_params" else 0)
         assert not skip or np.array_equal(new["w"], np.full((8, 16), kept))
+
+
+def test_a_weak_type_is_that_of_jnp_where():
+    """An average of integers becomes a weak float: with ``skip=``, too."""
+    tx = optax.chain(jo.offload(optax.set_to_zero()), optax.ema(0.9))
+    params = jax.device_put({"count": jnp.ones((8, 16), jnp.int32)}, jax.devices()[0])
+    state = tx.init(params)
+    _, plain = jax.jit(tx.update)(params, state, params)
+    _, skipped = jax.jit(lambda s: jo.update_params(tx, params, s, params, skip=jnp.bool_(False)))(state)
+    ema = lambda s: optax.tree.get(s, "ema")["count"]  # noqa: E731
+    assert ema(plain).weak_type and ema(skipped).weak_type and ema(skipped).dtype == ema(plain).dtype

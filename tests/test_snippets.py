@@ -16,6 +16,7 @@ import numpy as np
 import optax
 import orbax.checkpoint as ocp
 import pytest
+from flax import nnx
 from jax.experimental.array_serialization import serialization
 
 import jax_offload as jo
@@ -26,11 +27,11 @@ ROOT = Path(__file__).parents[1]
 BLOCK = re.compile(r"```python\n(.*?)```", re.DOTALL)
 # The most words on each page, 14,500 in all: a new page takes them from another.
 WORDS = {
-    "README.md": 500, "docs/plan.md": 900, "docs/step.md": 1200, "docs/frameworks.md": 1100, "docs/options.md": 700,
-    "docs/precision.md": 700, "docs/sharding.md": 1000, "docs/state.md": 1100, "docs/host_cores.md": 600,
-    "docs/disk.md": 1000, "docs/inspect.md": 650, "docs/command_line.md": 400, "docs/recipes.md": 900,
-    "docs/troubleshooting.md": 1200, "docs/migrate.md": 340, "docs/how_it_works.md": 900, "docs/api.md": 150,
-    "docs/what_hides.md": 650,
+    "README.md": 500, "docs/plan.md": 990, "docs/step.md": 1200, "docs/frameworks.md": 820, "docs/trainers.md": 480,
+    "docs/options.md": 700, "docs/precision.md": 700, "docs/sharding.md": 1000, "docs/state.md": 1100,
+    "docs/host_cores.md": 600, "docs/disk.md": 1000, "docs/inspect.md": 650, "docs/command_line.md": 400,
+    "docs/recipes.md": 860, "docs/troubleshooting.md": 1200, "docs/migrate.md": 340, "docs/how_it_works.md": 900,
+    "docs/api.md": 150, "docs/what_hides.md": 650,
 }  # fmt: skip
 # Sections whose code needs a package that the test environment may lack.
 PACKAGES = {"Equinox": "equinox", "Haiku": "haiku", "Tunix": "tunix"}
@@ -120,19 +121,87 @@ def test_a_page(page, tmp_path):
     assert moments(found["state"]).sharding.memory_kind == "pinned_host"
 
 
-@pytest.mark.parametrize("section", ["Flax linen", "Flax nnx", "Equinox", "Haiku"])
-def test_frameworks(section, tmp_path):
+def in_section(title: str) -> list[str]:
+    """The code of a section of the page that shows the training loop."""
+    return BLOCK.findall((ROOT / "docs/frameworks.md").read_text().split(f"\n## {title}\n")[1].split("\n## ")[0])
+
+
+def run_twice(code: str, found: dict[str, Any]) -> None:
+    """Run a training loop with an empty folder, and once more from the checkpoint that it left."""
+    batch = found["batch"]
+    for done in (0, 4):
+        found |= {"batch": batch, "done": done, "manager": ocp.CheckpointManager(found["folder"])}
+        exec(compile(code, "docs/frameworks.md", "exec"), found)
+        found["manager"].wait_until_finished()
+        assert (found["done"], found["manager"].latest_step()) == (done, done + 4)
+        found["manager"].close()
+
+
+@pytest.mark.parametrize("section", ["optax", "Flax nnx", "annotated nnx", "Flax linen", "Equinox", "Haiku"])
+def test_your_training_loop(section, tmp_path):
+    """On a mesh of 8 devices, with the model of each framework."""
     if section in PACKAGES:
         pytest.importorskip(PACKAGES[section])
-    text = (ROOT / "docs/frameworks.md").read_text().split(f"\n## {section}\n")[1].split("\n## ")[0]
+    page = (ROOT / "docs/frameworks.md").read_text()
+    loop, unclipped = BLOCK.findall(page.partition("\n## ")[0])
     found = Reader(tmp_path).namespace
-    assert BLOCK.findall(text)
-    for block in BLOCK.findall(text):
-        exec(compile(block, section, "exec"), found)
-    made = {"Flax linen": ("train_state", "opt_state"), "Flax nnx": ("optimizer", "opt_state")}
-    name, *attribute = made.get(section, ("state",))
-    state = getattr(found[name], *attribute) if attribute else found[name]
+    if section == "optax":
+        found["make_params"] = lambda: {"layers": jax.random.normal(jax.random.key(0), (4, 128, 128), jnp.bfloat16)}
+        run_twice(loop, found)
+        exec(unclipped, found)
+    elif section == "annotated nnx":
+        abstract = "graph, shapes = nnx.get_abstract_model(make_model, mesh)"
+        assert f"`{abstract}`" in " ".join(page.split())
+        kernel = "kernel_init=nnx.with_partitioning(nnx.initializers.ones, (None, 'data')), rngs="
+        with jax.set_mesh(jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))):
+            exec(in_section("Flax nnx")[0].replace("rngs=", kernel), found)
+            run_twice(re.sub(r"(?m)^shapes = .*$", abstract, loop), found)
+    else:
+        exec(in_section(section)[0], found)
+        run_twice(loop, found)
+    assert optax.tree.get(found["state"], "learning_rate") == jnp.float32(3e-4)
+    moment = moments(found["state"])
+    assert (moment.dtype, moment.sharding.memory_kind) == (jnp.float32, "pinned_host")
+    assert moment.sharding.shard_shape(moment.shape) == (*moment.shape[:-1], moment.shape[-1] // 8)
+    if section == "Flax linen":
+        found["folder"] = tmp_path / "train_state"
+        run_twice(in_section(section)[1], found)
+        assert found["run"].step == 8 and moments(found["run"].opt_state).sharding == moment.sharding
+
+
+def test_nnx_with_batch_statistics(tmp_path):
+    """The step that carries them computes as a plain one under ``nnx.jit`` does."""
+
+    class Model(nnx.Module):
+        def __init__(self):
+            rngs = nnx.Rngs(0)
+            self.linear, self.norm = nnx.Linear(128, 128, rngs=rngs), nnx.BatchNorm(128, rngs=rngs)
+            self.dropout = nnx.Dropout(0.1, rngs=rngs)
+
+        def __call__(self, x):
+            return self.dropout(self.norm(self.linear(x)))
+
+    @nnx.jit
+    def plain(model, optimizer, batch):
+        value, grads = nnx.value_and_grad(lambda model: ((model(batch) - batch) ** 2).mean())(model)
+        optimizer.update(model, grads)
+        return value
+
+    found = Reader(tmp_path).namespace | {"nnx": nnx, "make_model": Model}
+    exec(in_section("Flax nnx")[1], found)
+    _, *arrays = nnx.split(Model(), nnx.Param, ...)
+    params, others = jax.device_put(arrays, jax.devices()[0])
+    model = Model()
+    optimizer = nnx.Optimizer(model, found["inner"], wrt=nnx.Param)
+    carry = params, found["tx"].init(params), others
+    for _ in range(3):
+        carry, aux = found["train"](carry, found["batch"])
+        np.testing.assert_allclose(aux.now, plain(model, optimizer, found["batch"]), rtol=1e-5)
+    params, state, others = found["train"].finish(carry)
     assert moments(state).sharding.memory_kind == "pinned_host"
+    np.testing.assert_allclose(params["linear"]["kernel"][...], model.linear.kernel[...], rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(others["norm"]["mean"][...], model.norm.mean[...], rtol=1e-5, atol=1e-6)
+    assert others["dropout"]["rngs"]["count"][...] == model.dropout.rngs.count[...] == 3
 
 
 @pytest.mark.parametrize("ocdbt", [False, True])

@@ -89,7 +89,7 @@ def test_a_state_that_was_moved_is_named():
 
     assert warnings_of(lambda: train(make())) == []
     text = warnings_of(lambda: train(make(), jo.to_device))
-    assert text and "[1][0].mu['b']" in text[0] and "docs/frameworks.md" in text[0]
+    assert text and "[1][0].mu['b']" in text[0] and "docs/trainers.md" in text[0]
     # A resident state that becomes an offloaded one has never been there, whatever tables were printed before.
     tx = make()
     jo.placement(tx, params())

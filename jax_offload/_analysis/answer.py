@@ -18,7 +18,7 @@ from typing import Any
 
 from jax_offload._analysis.chips import FRACTION, Chip, jax_takes, on_gpus
 from jax_offload._analysis.timeline import link_time
-from jax_offload._base.memory import POOL_VARIABLE, pool_limit
+from jax_offload._base.memory import POOL_HEADROOM, POOL_VARIABLE, pool_limit
 from jax_offload._base.text import aligned, in_bytes, in_seconds, preformatted, terminal_width
 
 HEADER = ("", "params", "grads", "state", "window", "activations", "sum", "fits", "host", "adds")
@@ -27,7 +27,6 @@ BACKWARD, FORWARD = 2 / 3, 1 / 3
 OPERATIONS = 6  # of the forward and the backward pass, for each parameter of a matrix and each token
 HEADROOM = 0.05  # of jax's share of a device's memory; twice that of a host's memory
 MOST = 0.95  # of a GPU's memory that jax can be told to take
-POOL_HEADROOM = 64 / 46.8  # XLA's pool was at 46.8 of 64 GB when an allocation failed: it fragments
 ON_A_HOST = 8  # devices that share a host, at most
 ASK = "give activations, or layers, width and tokens"
 WORDS = {"fraction": "offloading a part", "cores": "updating on the host's cores", "disk": "a state on disk"}

@@ -28,7 +28,7 @@ from jax_offload._base.jaxprs import Var
 from jax_offload._base.paths import key_of
 from jax_offload._base.shardings import names_in, sharding_of, shards_of
 from jax_offload._base.text import bytes_of, count_of, in_bytes
-from jax_offload._disk.option import disk as disk_option
+from jax_offload._disk.disk import Disk
 from jax_offload._emit.region import Moved, Update
 from jax_offload._interop.jit import jit
 from jax_offload._interop.pipelined import pipelined
@@ -265,7 +265,7 @@ class _Rows:
         if self.setting.devices <= ON_A_HOST and not given.keys() & {"update_on", "disk", "shard_over"}:
             rows += self.row("cores", {**given, "update_on": "host"})
         if disk and "disk" not in given:
-            rows += self.row("disk", {**on_device, "disk": disk_option("/nvme/run")})
+            rows += self.row("disk", {**on_device, "disk": Disk("/nvme/run")})
         return rows
 
     def _smallest_fraction(self, whole: Row, options: Mapping[str, Any], run: str) -> list[Row]:

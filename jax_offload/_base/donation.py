@@ -138,7 +138,7 @@ def check_returned(context: Any, names: Sequence[str], home: Home, where: str) -
         f"(the first is {first}) by a jit of the {where}, whose out_shardings name no memory kind. The "
         "whole state is on the device then, and nothing is gained. Fix: out_shardings with the shardings of "
         "jax_offload.abstract_state(tx, params) in the state's place, or None there; instead of jax.pmap, which always "
-        "returns arrays so, jax.jit over a mesh. See docs/frameworks.md.",
+        "returns arrays so, jax.jit over a mesh. See docs/trainers.md.",
         where,
     )
 

@@ -147,6 +147,7 @@ def check_platform(devices: Iterable[Any]) -> None:
 
 
 POOL_VARIABLE = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
+POOL_HEADROOM = 1.4  # the pool fragments: an allocation failed while three quarters of it were in use
 
 
 def pool_limit() -> int:
@@ -181,8 +182,9 @@ def check_host_pool(
             shard = math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
             needed += shard * len(x.sharding.addressable_devices)
     if needed > limit:
+        enough = math.ceil(needed * POOL_HEADROOM / 2**30)
         raise ValueError(
             f"{what} of {needed / 2**30:.1f} GiB does not fit XLA's pool of pinned host memory, {limit / 2**30:g} GiB "
-            f"in this process. Set the environment variable {POOL_VARIABLE} to more than {needed / 2**30:.0f} before "
-            f"jax starts, or {otherwise}."
+            f"in this process. Set the environment variable {POOL_VARIABLE} to {enough} before jax "
+            f"starts, {POOL_HEADROOM} times as much because the pool fragments, or {otherwise}."
         )

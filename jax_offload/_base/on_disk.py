@@ -10,7 +10,6 @@ the step; in any other program they are an error when it is lowered.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -20,11 +19,10 @@ import jax
 import numpy as np
 from jax.core import Tracer
 from jax.extend.core import Primitive
-from jax.sharding import NamedSharding, Sharding
+from jax.sharding import Sharding
 
 from jax_offload._base.arrays import nbytes
-from jax_offload._base.jaxprs import jaxpr_of
-from jax_offload._base.memory import HostStruct, Space
+from jax_offload._base.memory import HostStruct, abstract
 from jax_offload._base.own_primitives import identity_primitive
 from jax_offload._base.private import set_rules, trace_as
 
@@ -67,25 +65,21 @@ class Place:
         """The place in host memory of a leaf that was placed."""
         return cast(Sharding, self.sharding)
 
-    def at(self, sharding: Sharding) -> Place:
-        return dataclasses.replace(self, sharding=sharding)
+    def __str__(self) -> str:
+        return f"{self.name}: {self.dtype}{list(self.shape)}"
 
 
-class ComputesOnDisk(TypeError):
-    """Something other than an update computes with a leaf on disk."""
+def _refusing(name: str) -> Callable[..., Any]:
+    """Make a method that raises the error of whatever computes with a leaf on disk and is no update."""
 
-    def __init__(self, place: Place) -> None:
-        super().__init__(
+    def refuse(self: Token | OnDisk, *args: Any, **kwargs: Any) -> Any:
+        place = self.place
+        raise TypeError(
             f"disk: {place.name}, {place.dtype}{list(place.shape)}, is on disk, where only an update under jo.jit "
             "computes with it. Fix: jo.to_device(part of the state) reads it to compute with, "
             "numpy.asarray(leaf) to look at; args=jo.save_args(tree) saves it with orbax, and disk.commit(step, "
             "tree) where it is."
         )
-
-
-def _refusing(name: str) -> Callable[..., Any]:
-    def refuse(self: Token | OnDisk, *args: Any, **kwargs: Any) -> Any:
-        raise ComputesOnDisk(self.place)
 
     refuse.__name__ = name
     return refuse
@@ -122,7 +116,7 @@ class Token(_Typed):
     """The leaf that ``jax.tree.leaves`` returns for an array on disk, outside traces: the version of its state.
 
     It has the leaf's shape and dtype, and nothing else that an array has. Whatever asks for values gets
-    ``ComputesOnDisk``: arithmetic, NumPy, jax's functions, programs other than a step that ``jax_offload.jit`` drives,
+    a ``TypeError``: arithmetic, NumPy, jax's functions, programs other than a step that ``jax_offload.jit`` drives,
     pickle and orbax.
     """
 
@@ -132,7 +126,7 @@ class Token(_Typed):
         self.version, self.place = version, place
 
     def __repr__(self) -> str:
-        return f"OnDisk({_said(self.place)}; jo.to_device reads it to compute with, jo.save_args saves it)"
+        return f"OnDisk({self.place}; jo.to_device reads it to compute with, jo.save_args saves it)"
 
     __hash__ = object.__hash__
 
@@ -186,11 +180,17 @@ class OnDisk(_Typed):
         return self.place.on_its_way
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray[Any, Any]:
-        found = _values(self, None)
+        found = self.read()
         return found if dtype is None else found.astype(dtype)
 
-    def __jax_array__(self) -> Any:
-        raise ComputesOnDisk(self.place)
+    def read(self, sharding: Sharding | None = None) -> Any:
+        """Read the leaf: whole, in NumPy, or as an array of a sharding that divides it between processes."""
+        if isinstance(self.token, Tracer):
+            raise ValueError(
+                f"disk: a step reads {self.place} outside its update; leaves on disk are read between steps. Fix: "
+                "read a part of the state that the step has returned, jo.to_device(optax.tree.get(state, 'mu'))."
+            )
+        return self.place.home.array(self.place.name, self.token, sharding)
 
     def __reduce__(self) -> Any:
         raise TypeError(
@@ -199,7 +199,7 @@ class OnDisk(_Typed):
         )
 
     def __repr__(self) -> str:
-        return f"OnDisk({_said(self.place)})"
+        return f"OnDisk({self.place})"
 
 
 # Both refuse to compute. A leaf that is taken out of the state by name does what it defines, and can be looked at.
@@ -211,10 +211,6 @@ for _class, _allowed in (Token, {*vars(Token)}), (OnDisk, {*vars(OnDisk)} | _LOO
         setattr(_class, _name, property(_refusing(_name)))
 
 
-def _said(place: Place) -> str:
-    return f"{place.name}: {place.dtype}{list(place.shape)}"
-
-
 def is_on_disk(x: Any) -> bool:
     return isinstance(x, OnDisk)
 
@@ -224,19 +220,9 @@ class OnDiskStruct(HostStruct):
 
     __slots__ = ("place",)
 
-
-def typed(x: jax.ShapeDtypeStruct, place: Place | None) -> jax.ShapeDtypeStruct:
-    """Return ``x`` as the type of the leaf of this place."""
-    if place is None:
-        return x
-    found = OnDiskStruct(x.shape, x.dtype, sharding=x.sharding, weak_type=x.weak_type)
-    found.place = place
-    return found
-
-
-def place_of(like: Any) -> Place | None:
-    """Return where a type says that a leaf belongs; ``None`` for memory."""
-    return like.place if isinstance(like, OnDiskStruct) else None
+    def __init__(self, x: jax.ShapeDtypeStruct, place: Place) -> None:
+        super().__init__(x.shape, x.dtype, sharding=x.sharding, weak_type=x.weak_type)
+        self.place = place
 
 
 def opened(state: Any) -> tuple[Any, Callable[[Any], Any]]:
@@ -259,21 +245,13 @@ def opened(state: Any) -> tuple[Any, Callable[[Any], Any]]:
 
 def only_outside(x: jax.Array) -> jax.Array:
     """Return ``x``, a leaf of a traced ``init`` that belongs in files: an error when the trace is lowered."""
-    return _cannot_lower(
-        x,
-        "disk: tx.init makes files, and no program can. Fix: state = tx.init(params), outside of any jit; it makes "
-        "leaf after leaf.",
-    )
+    why = "disk: tx.init makes files, and no program can. Fix: state = tx.init(params), outside of any jit; it makes "
+    return _CANNOT_LOWER.bind(x, why=f"{why}leaf after leaf.")[0]
 
 
 def not_from_disk(x: jax.Array) -> jax.Array:
     """Return ``x``, a leaf that is kept on disk and reaches an update in device memory: an error when it is lowered."""
-    return _cannot_lower(x, f"state: a leaf {IN_MEMORY}")
-
-
-def _cannot_lower(x: jax.Array, why: str) -> jax.Array:
-    (x,) = _CANNOT_LOWER.bind(x, why=why)
-    return x
+    return _CANNOT_LOWER.bind(x, why=f"state: a leaf {IN_MEMORY}")[0]
 
 
 def _read_leaf(leaf: OnDisk) -> jax.Array:
@@ -299,15 +277,6 @@ def _write_leaf(place: Place, x: Any) -> OnDisk:
     return OnDisk(WRITE.bind(x, place=place), place)
 
 
-@functools.cache
-def _host_type(shape: tuple[int, ...], dtype: np.dtype[Any], sharding: Sharding) -> Any:
-    if isinstance(sharding, NamedSharding):  # whose types tell the mesh
-        x = jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
-        return jaxpr_of(lambda x: x, x)[0].jaxpr.invars[0].aval
-    x = jax.ShapeDtypeStruct(shape, dtype)
-    return jaxpr_of(lambda x: jax.device_put(x, Space.Host, src=Space.Device), x)[0].jaxpr.outvars[0].aval
-
-
 def _refuse(*args: Any, **params: Any) -> Any:
     raise UpdatedFromDisk
 
@@ -324,7 +293,7 @@ IN_MEMORY = (
 READ, WRITE = Primitive("jax_offload_read"), Primitive("jax_offload_write")
 READ.def_impl(_refuse)
 WRITE.def_impl(_refuse)
-READ.def_abstract_eval(lambda token, place: _host_type(place.shape, place.dtype, place.on_its_way))
+READ.def_abstract_eval(lambda token, place: jax.typeof(abstract(place.shape, place.dtype, place.on_its_way)))
 WRITE.def_abstract_eval(lambda x, place: jax.typeof(np.zeros((), TOKEN)))
 for _primitive in READ, WRITE:
     set_rules(_primitive, lower=_refuse, jvp=_refuse, batch=_refuse)
@@ -332,21 +301,6 @@ _CANNOT_LOWER = identity_primitive("jax_offload_cannot_lower", _raise)
 
 
 # ---- moves between steps: a few leaves in memory at a time -----------------------------------------------------------
-
-
-def read_to(leaf: OnDisk, sharding: Sharding) -> jax.Array:
-    """Read a leaf to where the sharding says. One that is divided between processes is never whole in one of them."""
-    return jax.device_put(_values(leaf, leaf.sharding), sharding)
-
-
-def _values(leaf: OnDisk, sharding: Sharding | None) -> Any:
-    """Read a leaf: whole, or as an array of a sharding that divides it between processes."""
-    if isinstance(leaf.token, Tracer):
-        raise ValueError(
-            f"disk: a step reads {_said(leaf.place)} outside its update; leaves on disk are read between steps. Fix: "
-            "read a part of the state that the step has returned, jo.to_device(optax.tree.get(state, 'mu'))."
-        )
-    return leaf.place.home.array(leaf.place.name, leaf.token, sharding)
 
 
 def check_in_memory(state: Any, what: str) -> None:
@@ -359,17 +313,20 @@ def check_in_memory(state: Any, what: str) -> None:
         )
 
 
-def read_into(target: Sequence[Any], read: Callable[[Sequence[int]], Sequence[Any]]) -> list[Any]:
+def read_into(
+    target: Sequence[Any], read: Callable[[Sequence[int]], Sequence[Any]], homes: Sequence[Any] = ()
+) -> list[Any]:
     """Read leaves to where ``target`` says; those that belong on disk are read and written a few at a time.
 
     Args:
       target: the leaves' types.
       read: returns the values of the leaves of these numbers, in place if they belong in memory.
+      homes: disks whose files are made even if no leaf belongs there.
     """
-    places = {k: place for k, like in enumerate(target) if (place := place_of(like)) is not None}
+    places = {k: like.place for k, like in enumerate(target) if isinstance(like, OnDiskStruct)}
     rest = [k for k in range(len(target)) if k not in places]
     found = dict(zip(rest, read(rest), strict=True))
-    for home in dict.fromkeys(place.home for place in places.values()):
+    for home in dict.fromkeys([*homes, *(place.home for place in places.values())]):
         mine = [k for k, place in places.items() if place.home is home]
         values = (x for batch in _batches(mine, target) for x in read(batch))
         found |= zip(mine, home.fill([places[k] for k in mine], values), strict=True)
@@ -385,12 +342,11 @@ def brought(leaves: Sequence[Any], types: Callable[[], Sequence[Any]]) -> list[A
     target = types()
 
     def moved(x: Any, like: Any) -> Any:
-        x = _values(x, x.sharding) if is_on_disk(x) else x
-        return x if place_of(like) else jax.device_put(x, like.sharding)
+        x = x.read(x.sharding) if is_on_disk(x) else x
+        return x if isinstance(like, OnDiskStruct) else jax.device_put(x, like.sharding)
 
     def where(x: Any) -> Any:
-        place = x.place if is_on_disk(x) else place_of(x)
-        return place and (place.home, place.name)
+        return (x.place.home, x.place.name) if isinstance(x, OnDisk | OnDiskStruct) else None
 
     if [*map(where, leaves)] == [*map(where, target)]:  # already in place, so no file changes
         return [x if is_on_disk(x) else moved(x, like) for x, like in zip(leaves, target, strict=True)]

@@ -16,8 +16,9 @@ from __future__ import annotations
 
 import contextlib
 import operator
+import os
 import secrets
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
@@ -27,40 +28,67 @@ import jax
 import numpy as np
 from jax.sharding import Sharding
 
+from jax_offload._base.arrays import is_integer
 from jax_offload._base.on_disk import TOKEN, VERSIONS, Ends, OnDisk, Place, Range, Token
 from jax_offload._base.processes import LETTERS, allgathered, everywhere, several
 from jax_offload._base.shardings import Parts, assembled, box_of_shape, boxes_of, covered, gathered, parts_of, shape_of
 from jax_offload._disk.files import pages
-from jax_offload._disk.leaves import Room, Stored, check_covered, entries_of, read_parts, stored_in
-from jax_offload._disk.store import NAME, Commit, Entry, Store, commits
-from jax_offload._disk.tree import packed, unpacked
+from jax_offload._disk.leaves import Stored, check_covered, entries_of, packed, placed, stored_in, unpacked
+from jax_offload._disk.store import NAME, Commit, Entry, Room, Store, manifests
 
 _READERS, _WRITERS = 2, 4  # leaves of a few MiB were written faster by four threads than by two, and read no faster
-_AT_A_TIME, _BYTES_AT_A_TIME = 4, 2**28  # leaves that are being written while new files are filled
 
 
 class Disk:
-    """The part of a state that is in files; what ``jax_offload.disk`` returns.
+    """Keep in files the part of a state that does not fit into host memory.
 
-    Attributes:
-      directory: the directory of the files.
-      host_bytes: how many bytes of the state stay in host memory.
+    Use it as ``jo.offload(inner, disk=jo.disk(folder))``. Each step of ``jax_offload.jit``, which drives it from
+    Python, reads that part group by group, updates it on the device and writes it again, while it reads the next group
+    and writes the last one. The numbers are the same as in host memory (docs/disk.md).
+
+    Only ``commit`` saves anything: after a crash the files hold the whole last commit. They take twice the bytes of
+    their leaves, because new values never overwrite committed ones.
+
+    A disk serves one ``offload``. Its attributes are its arguments; ``directory`` is an absolute path.
+
+    Args:
+      directory: the directory for the files, made if missing. A local NVMe drive is best, or a RAID, which is as fast
+        as all of its drives together. ``~`` is your home, and a relative path starts at the current directory.
+      host_bytes: how many bytes of the state stay in pinned host memory, over all devices, replicated bytes counted
+        once: whole parameters, those whose gradients come last. Everything else that ``offload`` would keep there is
+        on disk. Buffers come on top: at most nine groups of 64 to 128 MiB, or of one row, or of one
+        parameter's leaves if the update does not keep their rows apart.
       commit_every: the number of steps from one due ``commit`` to the next.
+
+    Raises:
+      TypeError: ``directory`` is not a path.
+      ValueError: the path is empty, its ``~`` has no home, or a number is not an integer in its range.
 
     Example:
       >>> import tempfile, jax, jax.numpy as jnp, optax, jax_offload as jo
       >>> params = jax.device_put({"w": jnp.ones((256, 256))}, jax.devices()[0])
       >>> disk = jo.disk(tempfile.mkdtemp())
       >>> tx = jo.offload(optax.adamw(1e-3), disk=disk)
-      >>> disk.commit(0, {"params": params, "state": tx.init(params)})
+      >>> state, grads = tx.init(params), jax.tree.map(jnp.ones_like, params)
+      >>> step = jo.jit(lambda p, s, g: jo.update_params(tx, g, s, p), donate_argnums=(0, 1))
+      >>> params, state = step(params, state, grads)
+      >>> disk.commit(1, {"params": params, "state": state})
       True
       >>> tree, step = disk.resume({"params": params, "state": jo.abstract_state(tx, params)})
       >>> step, tree["state"][0].mu["w"]
-      (0, OnDisk([0].mu['w']: float32[256, 256]))
+      (1, OnDisk([0].mu['w']: float32[256, 256]))
     """
 
-    def __init__(self, directory: Path, host_bytes: int = 0, commit_every: int = 1) -> None:
-        self.directory, self.host_bytes, self.commit_every = directory, host_bytes, commit_every
+    def __init__(self, directory: str | os.PathLike[str], *, host_bytes: int = 0, commit_every: int = 1) -> None:
+        if not is_integer(host_bytes) or host_bytes < 0:
+            raise ValueError(
+                f"host_bytes: expected a number of bytes >= 0, an int; got {host_bytes!r}. Fix: 16 * 2**30 is 16 GiB."
+            )
+        if not is_integer(commit_every) or commit_every < 1:
+            raise ValueError(
+                f"commit_every: expected an int >= 1; got {commit_every!r}. Fix: leave it out, or commit_every=10."
+            )
+        self.directory, self.host_bytes, self.commit_every = _path(directory), int(host_bytes), int(commit_every)
         self._opened: Store | None = None
         self._run, self._version = "", 0
         self._committed: int | None = None  # the version of the last commit
@@ -116,12 +144,12 @@ class Disk:
             if number % self.commit_every:
                 return False
 
-        def do() -> None:
+        def save() -> None:
             committed(store, number, lambda: self._beside(tree), self._run)
             self._committed = self._version
 
         with ThreadPoolExecutor(1, "disk commit") as thread:  # Ctrl-C lets it end, as it reads the caller's arrays
-            thread.submit(do).result()
+            thread.submit(save).result()
         return True
 
     def _beside(self, tree: Any) -> dict[str, Any]:
@@ -165,8 +193,7 @@ class Disk:
 
         def found(name: str, sharding: Sharding) -> Any:
             leaf = self._leaf(name)
-            check_covered(name, boxes_of(sharding, leaf.shape), leaf.boxes)
-            return self._whole(leaf, self._parts(leaf, pages, committed=True), sharding)
+            return placed(name, self._parts(leaf, committed=True), leaf.shape, sharding)
 
         return unpacked(self.store.beside(), target, found, lands=True)
 
@@ -192,28 +219,28 @@ class Disk:
                 "disk.resume(target) goes on with the state of the last commit."
             )
         _check_leaves(leaves)
-        entries = [entry for leaf in leaves for entry in entries_of(leaf)]
-        self._began(created(self.directory, entries))
+
+        def write() -> None:
+            before: Future[None] | None = None
+            for leaf, x in zip(leaves, values, strict=True):
+                now = self.put(leaf.name, x)
+                del x
+                if before is not None:
+                    before.result()
+                before = now
+            self.wait()
+
+        self._began(created(self.directory, [entry for leaf in leaves for entry in entries_of(leaf)]))
         try:
-            everywhere(lambda: self._write_in_turn(leaves, values), "disk: making the files of a state")
+            everywhere(write, "disk: making the files of a state")
         except BaseException:
             self._let_go()
             raise
         self.advance()
         return [self.handle(each.name, each.on_its_way) for each in leaves]
 
-    def _write_in_turn(self, leaves: Sequence[Place], values: Iterable[Any]) -> None:
-        writing: deque[tuple[int, Future[None]]] = deque()
-        for leaf, x in zip(leaves, values, strict=True):
-            writing.append((x.nbytes, self.put(leaf.name, x)))
-            del x
-            while len(writing) >= _AT_A_TIME or sum(nbytes for nbytes, _ in writing) > _BYTES_AT_A_TIME:
-                writing.popleft()[1].result()
-        for _, each in writing:
-            each.result()
-
     def _began(self, store: Store) -> None:
-        self._opened, self._leaves = store, stored_in(store)
+        self._opened, self._leaves = store, stored_in(store.entries)
         self._writing: dict[int, Future[None]] = {}  # entry of the store -> what writes it
         self._updating = False
         self._failed, self._known = "", ""  # the failure here, and the failure that all processes know
@@ -239,8 +266,6 @@ class Disk:
 
     def _let_go(self) -> None:
         """Close the files, whatever fails: what was written since the last commit is void."""
-        with contextlib.suppress(Exception):
-            self.wait()
         with contextlib.suppress(OSError, ValueError):
             self.close()
 
@@ -252,7 +277,7 @@ class Disk:
         own = boxes_of(sharding, leaf.shape)
         check_covered(name, own, leaf.boxes)  # so that this process can read it,
         check_covered(name, leaf.boxes, own)  # and writes all of its part
-        return OnDisk(self._token(), Place(self, name, leaf.shape, leaf.dtype, sharding))
+        return OnDisk(self._version, Place(self, name, leaf.shape, leaf.dtype, sharding))
 
     def ends(self, name: str) -> Ends:
         """Where the ranges of a leaf's rows end that are together in the files."""
@@ -273,45 +298,48 @@ class Disk:
     def fetch(self, name: str, sharding: Sharding, rows: Range | None = None) -> Future[jax.Array]:
         """Start to read a leaf, or ranges of it, into host memory, once pending writes of it have finished."""
         leaf = self._leaf(name)
-        return self._readers.submit(self._read, leaf, sharding, rows)
 
-    def _read(self, leaf: Stored, sharding: Sharding, rows: Range | None) -> jax.Array:
-        try:
-            parts = self._parts(leaf, self.store.buffers.take, rows)
-        except Exception as error:
-            if not several():
-                raise
-            self._fails(f"reading {leaf.name}", error)
-            parts = [(box, np.zeros(shape_of(box), leaf.dtype)) for _, box in leaf.within(rows)]
-        return jax.block_until_ready(assembled(parts, sharding, leaf.shape_of(rows)))
+        def read() -> jax.Array:
+            try:
+                parts = self._parts(leaf, rows, self.store.buffers.take)
+            except Exception as error:
+                if not several():
+                    raise
+                self._fails(f"reading {name}", error)
+                parts = [(box, np.zeros(shape_of(box), leaf.dtype)) for _, box in leaf.within(rows)]
+            return jax.block_until_ready(assembled(parts, sharding, leaf.shape_of(rows)))
 
-    def _parts(self, leaf: Stored, room: Room, rows: Range | None = None, *, committed: bool = False) -> Parts:
+        return self._readers.submit(read)
+
+    def _parts(self, leaf: Stored, rows: Range | None = None, room: Room = pages, *, committed: bool = False) -> Parts:
         """Read a leaf's values, or some ranges of them, now."""
         found = leaf.within(rows)
-        for k, _ in found:
+        entries = [k for k, _ in found]
+        for k in entries:
             if not committed and (writing := self._writing.get(k)) is not None:
                 writing.result()
-        return read_parts(self.store, found, room, committed=committed)
+        arrays = self.store.read(entries, room, committed=committed)
+        return [(box, x) for (_, box), x in zip(found, arrays, strict=True)]
 
     def put(self, name: str, x: jax.Array, rows: Range | None = None) -> Future[None]:
         """Start to write a leaf's next value, or some ranges of it, once it has been computed."""
         found = self._leaf(name).within(rows)
         self._updating = True
         before = [self._writing[k] for k, _ in found if k in self._writing]  # of a leaf that no update reads
-        future = self._writers.submit(self._write, name, [x], found, before)
+        value = [x]  # the task outlives its end by a moment, and would keep the array
+
+        def write() -> None:
+            wait(before)
+            try:
+                parts = parts_of(value.pop())
+                self.store.write({k: gathered(parts, box) for k, box in found})
+            except BaseException as error:
+                self._fails(f"writing {name}", error)
+                raise
+
+        future = self._writers.submit(write)
         self._writing |= dict.fromkeys((k for k, _ in found), future)
         return future
-
-    def _write(
-        self, name: str, value: list[jax.Array], found: Sequence[tuple[int, Any]], before: Sequence[Future[None]]
-    ) -> None:
-        wait(before)
-        try:
-            parts = parts_of(value.pop())  # the list outlives this call by a moment, and would keep the array
-            self.store.write({k: gathered(parts, box) for k, box in found})
-        except BaseException as error:
-            self._fails(f"writing {name}", error)
-            raise
 
     def _fails(self, doing: str, error: BaseException) -> None:
         self._failed = self._failed or f"{doing} raised {type(error).__name__}: {error}"
@@ -329,7 +357,7 @@ class Disk:
             self._updating = False
         self._check_whole()
         self._version = (self._version + 1) % VERSIONS
-        return self._token()
+        return np.asarray(self._version, TOKEN)  # as a program returns it
 
     def _check_whole(self) -> None:
         """Raise ``ValueError`` where an update did not end.
@@ -355,9 +383,6 @@ class Disk:
             )
         return self._leaves[name]
 
-    def _token(self) -> np.ndarray[Any, Any]:
-        return np.asarray(self._version, TOKEN)  # as a program returns it
-
     # ---- what reads a leaf between steps ---------------------------------------------------------------------------
 
     def array(self, name: str, token: Any, sharding: Sharding | None = None) -> np.ndarray[Any, Any] | jax.Array:
@@ -368,14 +393,9 @@ class Disk:
         leaf, version = self._leaf(name), _version(token)
         if not (committed := version == self._committed):
             self.check(token)
-        parts = self._parts(leaf, pages, committed=committed)  # the caller may keep this memory
+        parts = self._parts(leaf, committed=committed)
         if version != self._committed:  # an update or a commit may have begun meanwhile
             self.check(token)
-        return self._whole(leaf, parts, sharding)
-
-    @staticmethod
-    def _whole(leaf: Stored, parts: Parts, sharding: Sharding | None) -> Any:
-        """Return a leaf from its parts: an array of a sharding that divides it between processes, or NumPy's."""
         if sharding is not None and not sharding.is_fully_addressable:
             return assembled(parts, sharding, leaf.shape)
         if not covered(whole := box_of_shape(leaf.shape), [box for box, _ in parts]):
@@ -390,16 +410,31 @@ def _version(token: Any) -> int:
     return token.version if isinstance(token, Token) else int(token)
 
 
+def _path(given: Any) -> Path:
+    """Make a path absolute, as the process may change its directory while the files are in use."""
+    path = os.fspath(given) if isinstance(given, str | os.PathLike) else None
+    if not isinstance(path, str):
+        raise TypeError(
+            f"directory: expected a path, jo.disk('/nvme/run'); got {given!r}, a {type(given).__name__}. Fix: one "
+            "directory, on a RAID for several drives; a number of bytes is host_bytes=."
+        )
+    if not path:
+        raise ValueError("directory: got an empty path. Fix: '.' is where the process is; is a variable not set?")
+    try:
+        return Path(path).expanduser().absolute()
+    except RuntimeError as error:  # there is no such user
+        raise ValueError(f"directory: {path!r} is in no home: {error} Fix: a path without ~.") from error
+
+
 def _number_of(step: Any) -> int:
     """Return the number of a step, given as a Python integer, a NumPy integer or a jax array.
 
     Raises:
       ValueError: it is something else, or below 0.
     """
-    try:
+    found = -1
+    with contextlib.suppress(TypeError):
         found = -1 if isinstance(step, bool) else operator.index(step)
-    except TypeError:
-        found = -1
     if found < 0:
         said = repr(step) if isinstance(step, (int, float, str)) else f"a {type(step).__name__}"
         raise ValueError(f"step: expected an int >= 0; got {said}. The order is disk.commit(step, tree).")
@@ -426,11 +461,9 @@ def _check_leaves(leaves: Sequence[Place]) -> None:
 # ---- commits of several processes ------------------------------------------------------------------------------------
 
 
-def own(directory: Path, process: int | None = None) -> Path:
-    """The directory of a process, this one by default, within the given one."""
-    if not several():
-        return directory
-    return directory / f"process-{jax.process_index() if process is None else process}-of-{jax.process_count()}"
+def own(directory: Path) -> Path:
+    """Return the directory of this process within the given one."""
+    return directory / f"process-{jax.process_index()}-of-{jax.process_count()}" if several() else directory
 
 
 def last_of_all(directory: Path) -> Commit | None:
@@ -441,9 +474,17 @@ def last_of_all(directory: Path) -> Commit | None:
     """
 
     def look() -> list[Any]:
-        _check_count(directory)
+        now = jax.process_count()
+        counts = {int(each.parts[-2].rpartition("-")[2]) for each in directory.glob(f"process-*-of-*/{NAME}")}
+        counts |= {1} if (directory / NAME).exists() else set()
+        if counts and now not in counts:
+            raise ValueError(
+                f"disk: {directory} has the commit of {min(counts)} processes, each with its part, and now there "
+                f"are {now}. Fix: go on with {min(counts)}; or save a checkpoint there, jo.save_args(tree), and here "
+                "jo.restore(manager, target)."
+            )
         mine = own(directory)
-        return [(mine / NAME).exists(), [[each.number, each.run, each.step] for each in commits(mine)]]
+        return [(mine / NAME).exists(), [each.commit for each in manifests(mine) if each is not None]]
 
     said = allgathered(everywhere(look, "disk: looking for the last commit"))
     found = [[Commit(*each) for each in mine] for _, mine in said]
@@ -451,30 +492,12 @@ def last_of_all(directory: Path) -> Commit | None:
         return max(common)
     if not any(swapped for swapped, _ in said):
         return None  # the first commit did not end
-    if lost := [k for k, mine in enumerate(found) if not mine]:
-        some = next(k for k, mine in enumerate(found) if mine)
-        raise ValueError(
-            f"disk: process {lost[0]} has no commit in {own(directory, lost[0])}, and process {some} the one of step "
-            f"{max(found[some]).step}. Is a disk mounted, is each process on the host that it was on? Otherwise "
-            "restore from a checkpoint into a directory that is empty."
-        )
+    each = [f"process {k} has " + (f"step {max(mine).step}" if mine else "none") for k, mine in enumerate(found)]
     raise ValueError(
-        f"disk: the processes have no commit of the same run in {directory}, but {found}. Fix: give the directory "
-        "of one run."
+        f"disk: the processes have no commit of the same run in {directory}: {', '.join(each)}. Is a disk mounted, is "
+        "each process on the host that it was on? Fix: give the directory of one run; or restore from a checkpoint "
+        "into a directory that is empty."
     )
-
-
-def _check_count(directory: Path) -> None:
-    """Raise ``ValueError`` where another number of processes has made files."""
-    now = jax.process_count()
-    counts = {int(each.parts[-2].rpartition("-")[2]) for each in directory.glob(f"process-*-of-*/{NAME}")}
-    counts |= {1} if (directory / NAME).exists() else set()
-    if counts and now not in counts:
-        raise ValueError(
-            f"disk: {directory} has the commit of {min(counts)} processes, each with its part, and now there "
-            f"are {now}. Fix: go on with {min(counts)}; or save a checkpoint there, jo.save_args(tree), and here "
-            "jo.restore(manager, target)."
-        )
 
 
 def created(directory: Path, entries: Sequence[Entry]) -> Store:

@@ -47,13 +47,8 @@ def saying(doing: str, path: Path) -> Iterator[None]:
         raise OSError(number, text, str(path)) from error
 
 
-def sync(descriptor: int) -> None:
-    """Wait until the file's bytes, and what the system needs to find them, will outlive a loss of power."""
-    os.fdatasync(descriptor) if hasattr(os, "fdatasync") else os.fsync(descriptor)
-
-
 def sync_directory(path: Path) -> None:
-    """Do the same for the names in a directory."""
+    """Wait until the names in a directory will outlive a loss of power."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -81,7 +76,7 @@ def swap_in(path: Path, data: bytes) -> None:
     with open(temporary, "wb") as file:
         file.write(data)
         file.flush()
-        sync(file.fileno())
+        os.fsync(file.fileno())
     os.replace(temporary, path)
     sync_directory(path.parents[0])
 
@@ -151,8 +146,7 @@ class File:
         out of.
         """
         with saying("opening a file of a store", path):
-            direct = getattr(os, "O_DIRECT", 0)
-            descriptor = -1
+            direct, descriptor = getattr(os, "O_DIRECT", 0), -1
             try:
                 descriptor = os.open(path, os.O_RDWR | direct)
                 os.preadv(descriptor, [pages(PAGE)], 0)  # some filesystems refuse only here
@@ -174,12 +168,11 @@ class File:
 
         def one(begin: int, checksum: int) -> None:
             block = memory[begin : begin + BLOCK]
-            place = _place(what, offset + begin, block)
-            self._move(os.preadv, block, offset + begin, f"reading {place}")
+            place = self._move(os.preadv, block, offset + begin, f"reading {what}")
             if (found := checksum_of(block)) != checksum:
                 raise ValueError(
-                    f"{place} {str(self.path)!r} are damaged: their checksum is {found:08x}, and was {checksum:08x} "
-                    "when they were written. Check the disk and restore from a checkpoint."
+                    f"{what}, {place} {str(self.path)!r} are damaged: their checksum is {found:08x}, and was "
+                    f"{checksum:08x} when they were written. Check the disk and restore from a checkpoint."
                 )
 
         _all(pool, one, range(0, memory.nbytes, BLOCK), checksums)
@@ -199,7 +192,7 @@ class File:
                 whole[block.nbytes :] = 0
                 block = whole
             checksum = checksum_of(block)
-            self._move(os.pwritev, block, offset + begin, f"writing {_place(what, offset + begin, block)}")
+            self._move(os.pwritev, block, offset + begin, f"writing {what}")
             return checksum
 
         return tuple(_all(pool, one, range(0, values.nbytes, BLOCK)))
@@ -207,16 +200,17 @@ class File:
     def sync(self) -> None:
         """Bring the file's bytes to the disk. ``OSError`` also where the file no longer has its name."""
         with saying("bringing a file of a store to disk", self.path):
-            sync(self.descriptor)
+            os.fsync(self.descriptor)
         with contextlib.suppress(FileNotFoundError):
             if os.path.samestat(os.fstat(self.descriptor), os.stat(self.path)):
                 return
         raise OSError(errno.ENOENT, "the file of a store was removed or replaced while in use", str(self.path))
 
-    def _move(self, call: Callable[[int, Any, int], int], memory: np.ndarray, offset: int, doing: str) -> None:
-        done = stuck = 0
+    def _move(self, call: Callable[[int, Any, int], int], memory: np.ndarray, offset: int, doing: str) -> str:
+        """Read or write a block by as many calls as it takes; return the words for its place in the file."""
+        place, done, stuck = f"bytes {offset} to {offset + memory.nbytes} of the file", 0, 0
         while done < memory.nbytes:
-            with saying(doing, self.path):
+            with saying(f"{doing}, {place}", self.path):
                 moved = call(self.descriptor, [memory[done:]], offset + done)
             now = done + moved
             if self.direct and now < memory.nbytes:
@@ -225,11 +219,12 @@ class File:
             if moved == 0 or stuck == _TRIES:
                 raise OSError(
                     errno.EIO,
-                    f"{doing}: only {now} of {memory.nbytes} bytes. Is it shorter than it was? "
+                    f"{doing}, {place}: only {now} of {memory.nbytes} bytes. Is it shorter than it was? "
                     "Then restore from a checkpoint.",
                     str(self.path),
                 )
             done = now
+        return place
 
 
 def _all(pool: Executor, run: Callable[..., T], *columns: Sequence[Any]) -> list[T]:
@@ -237,10 +232,6 @@ def _all(pool: Executor, run: Callable[..., T], *columns: Sequence[Any]) -> list
     futures = [pool.submit(run, *row) for row in zip(*columns, strict=True)]
     wait(futures)
     return [future.result() for future in futures]
-
-
-def _place(what: str, offset: int, block: np.ndarray) -> str:
-    return f"{what}, bytes {offset} to {offset + block.nbytes} of the file"
 
 
 def checksum_of(memory: np.ndarray) -> int:

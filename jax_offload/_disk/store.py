@@ -21,25 +21,29 @@ import os
 import socket
 import warnings
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from dataclasses import astuple, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import ml_dtypes  # noqa: F401, so that NumPy knows the names of its dtypes
 import numpy as np
 
 from jax_offload._disk.files import Buffers, File, allocate, padded, pages, saying, swap_in, sync_directory
 
 NAME, NEXT = "manifest.json", "manifest.next.json"
+Room = Callable[[int], np.ndarray]
 _FORMAT = 2
+_SLOTS = "ab"
 _THREADS = 8  # in each direction
 _AT_ONCE = 4  # arrays beside the state that are moved, and are in memory, at once
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class Entry:
-    """An array in the store: one device's part of a range of a leaf's rows.
+    """An array in the store: one device's part of a range of a leaf's rows, or an array beside the state.
 
     Attributes:
       path: the leaf's name.
@@ -48,6 +52,8 @@ class Entry:
       begin: where the array begins in the leaf.
       leaf_shape: the leaf's shape, over all devices and processes.
       rows: how many rows of the leaf each device has.
+      slot: which of the two slots holds its values.
+      checksums: of the blocks of its values.
     """
 
     path: str
@@ -56,22 +62,15 @@ class Entry:
     begin: tuple[int, ...] = ()
     leaf_shape: tuple[int, ...] = ()
     rows: int = 0
+    slot: int = 0
+    checksums: tuple[int, ...] = ()
 
     @property
     def nbytes(self) -> int:
-        return math.prod(self.shape) * dtype_of(self.dtype).itemsize
+        return math.prod(self.shape) * np.dtype(self.dtype).itemsize
 
 
-@dataclasses.dataclass(frozen=True)
-class Version:
-    """The values of an array in one of the two slots, with the checksums of their blocks."""
-
-    slot: int
-    checksums: tuple[int, ...]
-
-
-@dataclasses.dataclass(frozen=True, order=True)
-class Commit:
+class Commit(NamedTuple):
     """The identity of a commit: its number in the store, the run that made it (two may share a number), its step."""
 
     number: int
@@ -79,51 +78,31 @@ class Commit:
     step: int
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class Manifest:
     """The contents of a store at a commit: the state, and arrays beside it such as parameters."""
 
     commit: Commit
-    state: tuple[tuple[Entry, Version], ...]
-    beside: tuple[tuple[Entry, Version], ...]
+    state: tuple[Entry, ...]
+    beside: tuple[Entry, ...]
     slot: int  # of the arrays beside the state
-
-
-def dtype_of(name: str) -> np.dtype:
-    """Return the dtype of this name, also one that ``ml_dtypes`` adds to NumPy's."""
-    try:
-        return np.dtype(name)
-    except TypeError:
-        import ml_dtypes
-
-        return np.dtype(getattr(ml_dtypes, name))
-
-
-def commits(directory: Path) -> list[Commit]:
-    """List the commits in a directory, at most two: the last one, and one that was prepared.
-
-    Raises:
-      ValueError: the last one's manifest is damaged.
-    """
-    return [each.commit for each in _manifests(directory) if each is not None]
 
 
 class Store:
     """Arrays in the files of a directory; made by ``create`` or ``open``, and locked until ``close``."""
 
     def __init__(self, directory: Path, entries: Sequence[Entry], last: Manifest | None, closing: ExitStack) -> None:
-        self.directory, self.entries, self._last = directory, tuple(entries), last
+        self.directory, self.entries, self._last = directory, [*entries], last
         self._reads, self._writes = (ThreadPoolExecutor(_THREADS, f"disk {way}") for way in ("reads", "writes"))
         self.buffers, self._staging, self._closing = Buffers(), Buffers(), closing
-        self._offsets, length = _laid_out(entries)
-        self._newest: list[Version | None] = [each for _, each in last.state] if last else [None] * len(entries)
         self._next: Manifest | None = None
         self._stopped: BaseException | None = None
-        self._slots = [self._file(f"state.{slot}", length) for slot in "ab"]
-        self._beside: dict[int, File] = {}  # by slot
+        self._files: dict[str, File] = {}
+        self._offsets, length = _laid_out(entries)
+        for slot in _SLOTS:
+            self._open_file(f"state.{slot}", length)
         if last is not None:  # so that a lost file shows now
-            length = _laid_out([entry for entry, _ in last.beside])[1]
-            self._beside[last.slot] = self._file(f"beside.{'ab'[last.slot]}", length)
+            self._open_file(f"beside.{_SLOTS[last.slot]}", _laid_out(last.beside)[1])
         self._closing = closing.pop_all()
 
     # ---- make, open, close -----------------------------------------------------------------------------------------
@@ -144,7 +123,7 @@ class Store:
                 raise ValueError(f"{str(directory)!r} holds a store. Open it, remove it, or give another directory.")
             (directory / NEXT).unlink(missing_ok=True)  # no commit, as another process has not prepared it
             length = _laid_out(entries)[1]
-            paths = [directory / f"state.{slot}" for slot in "ab"]
+            paths = [directory / f"state.{slot}" for slot in _SLOTS]
             try:
                 for path in paths:
                     allocate(path, length, 2 * length)
@@ -156,14 +135,14 @@ class Store:
 
     @classmethod
     def open(cls, directory: Path, commit: Commit) -> Store:
-        """Open a store at one of its ``commits``, which is its last one from now on.
+        """Open a store at a commit of one of its ``manifests``, which is its last one from now on.
 
         Raises:
           ValueError: another process has it, or files are missing or damaged. Arrays are checked when they are read.
         """
         with ExitStack() as closing:
             _lock(directory, closing)
-            prepared, last = _manifests(directory)
+            prepared, last = manifests(directory)
             if last is not None and last.commit == commit:
                 (directory / NEXT).unlink(missing_ok=True)
             elif prepared is not None and prepared.commit == commit:
@@ -175,7 +154,7 @@ class Store:
                     "for: another run is in its directory. End that, or give this one a directory of its own."
                 )
             sync_directory(directory)
-            return cls(directory, [entry for entry, _ in last.state], last, closing)
+            return cls(directory, last.state, last, closing)
 
     def close(self) -> None:
         """Let the files and the directory go. What was not committed is lost."""
@@ -190,42 +169,51 @@ class Store:
         """The step of the last commit; ``None`` before the first."""
         return None if self._last is None else self._last.commit.step
 
-    def nbytes(self, entries: Sequence[int]) -> int:
-        """How long a buffer must be into which these entries are read."""
-        return sum(padded(self.entries[k].nbytes) for k in entries)
+    def read(self, keys: Sequence[int], room: Room = pages, *, committed: bool = False) -> list[np.ndarray]:
+        """Read the newest values of entries, or their committed values, one after the other into one buffer.
 
-    def read(self, entries: Sequence[int], buffer: np.ndarray, *, committed: bool = False) -> list[np.ndarray]:
-        """Read the newest values of entries, or their committed values, one after the other into ``buffer``.
+        Args:
+          keys: the numbers of the entries.
+          room: makes a buffer of so many bytes.
+          committed: whether to read them as of the last commit.
 
         Returns:
           The arrays, as views of the buffer. Each begins on a page.
 
         Raises:
-          ValueError: bytes are damaged, or were never written.
+          ValueError: bytes are damaged.
           OSError: the system cannot read them.
         """
-        found, at = list[np.ndarray](), 0
-        for k in entries:
-            entry = self.entries[k]
-            version = self._last.state[k][1] if committed and self._last else self._newest[k]
-            if version is None:
-                raise ValueError(f"{entry.path!r} in {str(self.directory)!r} was never written whole.")
-            whole = buffer[at : at + padded(entry.nbytes)]
-            self._slots[version.slot].read(whole, self._offsets[k], version.checksums, repr(entry.path), self._reads)
-            found.append(whole[: entry.nbytes].view(dtype_of(entry.dtype)).reshape(entry.shape))
-            at += whole.nbytes
-        return found
+        entries = [self._last.state[k] if committed and self._last else self.entries[k] for k in keys]
+        starts, length = _laid_out(entries)
+        buffer = room(length)
+        whole = zip(keys, entries, starts, strict=True)
+        return [self._read("state", entry, self._offsets[k], buffer[start:]) for k, entry, start in whole]
 
     def write(self, arrays: Mapping[int, np.ndarray]) -> None:
         """Write new values of entries beside the committed ones. Raise ``OSError`` if the system cannot."""
         self.check()
-        for k in arrays:
-            self._newest[k] = None
         for k, x in arrays.items():
-            slot = 1 - self._last.state[k][1].slot if self._last else 0
-            path = repr(self.entries[k].path)
-            checksums = self._slots[slot].write(x, self._offsets[k], path, self._staging, self._writes)
-            self._newest[k] = Version(slot, checksums)
+            slot = 1 - self._last.state[k].slot if self._last else 0
+            self.entries[k] = self._write("state", replace(self.entries[k], slot=slot), self._offsets[k], x)
+
+    def beside(self) -> dict[str, np.ndarray]:
+        """Read the arrays beside the state, of the last commit."""
+        entries = self._last.beside if self._last else ()
+        offsets, length = _laid_out(entries)
+        buffer = pages(length)
+        with ThreadPoolExecutor(_AT_ONCE) as pool:
+            arrays = pool.map(lambda entry, at: self._read("beside", entry, at, buffer[at:]), entries, offsets)
+            return {entry.path: x for entry, x in zip(entries, arrays, strict=True)}
+
+    def _read(self, kind: str, entry: Entry, offset: int, buffer: np.ndarray) -> np.ndarray:
+        whole, file = buffer[: padded(entry.nbytes)], self._files[f"{kind}.{_SLOTS[entry.slot]}"]
+        file.read(whole, offset, entry.checksums, repr(entry.path), self._reads)
+        return whole[: entry.nbytes].view(np.dtype(entry.dtype)).reshape(entry.shape)
+
+    def _write(self, kind: str, entry: Entry, offset: int, x: np.ndarray) -> Entry:
+        file = self._files[f"{kind}.{_SLOTS[entry.slot]}"]
+        return replace(entry, checksums=file.write(x, offset, repr(entry.path), self._staging, self._writes))
 
     # ---- commits ---------------------------------------------------------------------------------------------------
 
@@ -242,17 +230,13 @@ class Store:
         """
         self.check()
         try:
-            if missing := [entry.path for entry, each in zip(self.entries, self._newest, strict=True) if each is None]:
-                raise ValueError(f"{missing[0]!r} was never written whole. Write every entry before a commit.")
-            state = [(entry, each) for entry, each in zip(self.entries, self._newest, strict=True) if each is not None]
-            slot = 0 if self._last is None else 1 - self._last.slot
+            slot = 1 - self._last.slot if self._last else 0
             stored = self._write_beside(slot, beside)
-            before = [None] * len(state) if self._last is None else [each for _, each in self._last.state]
-            changed = {new.slot for (_, new), old in zip(state, before, strict=True) if new != old}
-            for file in (self._beside[slot], *(self._slots[each] for each in sorted(changed))):
-                file.sync()
-            number = 1 if self._last is None else self._last.commit.number + 1
-            self._next = Manifest(Commit(number, run, step), tuple(state), tuple(stored), slot)
+            changed = {*self.entries}.difference(self._last.state if self._last else ())
+            for name in (f"beside.{_SLOTS[slot]}", *sorted({f"state.{_SLOTS[entry.slot]}" for entry in changed})):
+                self._files[name].sync()
+            number = self._last.commit.number + 1 if self._last else 1
+            self._next = Manifest(Commit(number, run, step), tuple(self.entries), tuple(stored), slot)
             _save(self._next, self.directory / NEXT)
         except BaseException as error:
             self.stop(error)
@@ -281,40 +265,21 @@ class Store:
                 "again, by disk.resume(target)."
             ) from self._stopped
 
-    def _write_beside(self, slot: int, beside: dict[str, Any]) -> list[tuple[Entry, Version]]:
-        entries = [Entry(name, (x.nbytes,), "uint8") for name, x in beside.items()]
+    def _write_beside(self, slot: int, beside: dict[str, Any]) -> list[Entry]:
+        entries = [Entry(name, (x.nbytes,), "uint8", slot=slot) for name, x in beside.items()]
         offsets, length = _laid_out(entries)
-        path = self.directory / f"beside.{'ab'[slot]}"
+        path = self.directory / f"beside.{_SLOTS[slot]}"
         if not path.exists() or path.stat().st_size != length:
             allocate(path, length, length)
-        if slot not in self._beside:
-            self._beside[slot] = self._file(path.name, length)
-
-        def one(entry: Entry, offset: int) -> tuple[Entry, Version]:
-            values, path = np.asarray(beside.pop(entry.path)), repr(entry.path)
-            return entry, Version(slot, self._beside[slot].write(values, offset, path, self._staging, self._writes))
-
+        if path.name not in self._files:
+            self._open_file(path.name, length)
         with ThreadPoolExecutor(_AT_ONCE) as pool:
-            return list(pool.map(one, entries, offsets))
-
-    def beside(self) -> dict[str, np.ndarray]:
-        """Read the arrays beside the state, of the last commit."""
-        if self._last is None:
-            return {}
-        offsets, length = _laid_out([entry for entry, _ in self._last.beside])
-        file, buffer = self._beside[self._last.slot], pages(length)
-
-        def one(stored: tuple[Entry, Version], offset: int) -> tuple[str, np.ndarray]:
-            (entry, version), whole = stored, buffer[offset : offset + padded(stored[0].nbytes)]
-            file.read(whole, offset, version.checksums, repr(entry.path), self._reads)
-            return entry.path, whole[: entry.nbytes]
-
-        with ThreadPoolExecutor(_AT_ONCE) as pool:
-            return dict(pool.map(one, self._last.beside, offsets))
+            of = pool.map(lambda e, at: self._write("beside", e, at, np.asarray(beside.pop(e.path))), entries, offsets)
+            return [*of]
 
     # ---- files -----------------------------------------------------------------------------------------------------
 
-    def _file(self, name: str, length: int) -> File:
+    def _open_file(self, name: str, length: int) -> None:
         """Open a file. ``ValueError`` where it is missing, or not as long as it was made."""
         path = self.directory / name
         if not path.exists():
@@ -327,7 +292,7 @@ class Store:
                 f"{str(path)!r} holds {found} bytes, and was made with {length}. Restore from a checkpoint into a new "
                 "store."
             )
-        file = File.at(path)
+        file = self._files[name] = File.at(path)
         self._closing.callback(os.close, file.descriptor)
         if not file.direct and name == "state.a":  # warn once
             warnings.warn(
@@ -335,7 +300,6 @@ class Store:
                 "which is slower and takes memory that the system counts as cache. A directory on a local disk has it.",
                 stacklevel=2,
             )
-        return file
 
 
 def _laid_out(entries: Iterable[Entry]) -> tuple[list[int], int]:
@@ -351,9 +315,9 @@ def _laid_out(entries: Iterable[Entry]) -> tuple[list[int], int]:
 
 
 def _save(manifest: Manifest, path: Path) -> None:
-    body: dict[str, Any] = {"format": _FORMAT, "commit": dataclasses.astuple(manifest.commit), "slot": manifest.slot}
-    for name, pairs in (("state", manifest.state), ("beside", manifest.beside)):
-        body[name] = [[*dataclasses.astuple(entry), *dataclasses.astuple(version)] for entry, version in pairs]
+    commit, state, beside, slot = (getattr(manifest, field.name) for field in dataclasses.fields(manifest))
+    rows = {"state": [*map(astuple, state)], "beside": [*map(astuple, beside)]}
+    body = {"format": _FORMAT, "commit": commit, "slot": slot, **rows}
     swap_in(path, json.dumps({"manifest": body, "crc32": _checksum(body)}).encode())
 
 
@@ -379,20 +343,22 @@ def _load(path: Path) -> Manifest | None:
             f"the store of {str(path)!r} has format {body['format']}, and this version reads {_FORMAT}. Read it with "
             "the version of jax_offload that wrote it, and save a checkpoint."
         )
-    return Manifest(Commit(*body["commit"]), _rows(body["state"]), _rows(body["beside"]), body["slot"])
+    state, beside = (tuple(map(_entry, body[name])) for name in ("state", "beside"))
+    return Manifest(Commit(*body["commit"]), state, beside, body["slot"])
 
 
-def _rows(rows: Sequence[Sequence[Any]]) -> tuple[tuple[Entry, Version], ...]:
-    return tuple(
-        (Entry(path, tuple(shape), dtype, tuple(begin), tuple(leaf), n), Version(slot, tuple(checksums)))
-        for path, shape, dtype, begin, leaf, n, slot, checksums in rows
-    )
+def _entry(row: Sequence[Any]) -> Entry:
+    path, shape, dtype, begin, leaf_shape, rows, slot, checksums = row
+    return Entry(path, tuple(shape), dtype, tuple(begin), tuple(leaf_shape), rows, slot, tuple(checksums))
 
 
-def _manifests(directory: Path) -> tuple[Manifest | None, Manifest | None]:
-    """Read the last commit, and a prepared one if it is whole.
+def manifests(directory: Path) -> tuple[Manifest | None, Manifest | None]:
+    """Read a prepared commit if it is whole, and the last one.
 
     The former comes first: if its process swaps it meanwhile, it is found twice instead of not at all.
+
+    Raises:
+      ValueError: the manifest of the last one is damaged.
     """
     prepared = None
     try:

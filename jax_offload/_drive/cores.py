@@ -72,11 +72,14 @@ def sent(x: Any) -> Any:
 
 
 def lent(x: Any) -> Any:
-    """Return a value that was sent as an operand of a program of XLA: whole, once it has arrived."""
-    if jnp.issubdtype(x.dtype, jax.dtypes.extended):
-        return jax.device_put(one_of(x), cpu())
+    """Return a value that was sent as an operand of a program of XLA: whole, once it has arrived.
+
+    Another CPU's array goes there by itself. A NumPy view of it would last until that program has ended, and whoever
+    donates the array meanwhile would have it copied, and not deleted. Pinned memory is seen through such a view.
+    """
+    x = one_of(x)
     here = with_kind(SingleDeviceSharding(cpu()), x.sharding.memory_kind)
-    return jax.device_put(np.asarray(one_of(x)), here, may_alias=True)
+    return jax.device_put(x, here) if _is_plain(x, here) else jax.device_put(np.asarray(x), here, may_alias=True)
 
 
 def brought_back(x: jax.Array, sharding: Sharding) -> jax.Array:
@@ -84,14 +87,18 @@ def brought_back(x: jax.Array, sharding: Sharding) -> jax.Array:
     it otherwise if need be; a program of XLA has made it whole."""
     if x.sharding == sharding:
         return x
-    if x.sharding.device_set != sharding.device_set:
-        if jnp.issubdtype(x.dtype, jax.dtypes.extended):
-            return jax.device_put(x, sharding)
-        return jax.device_put(np.asarray(x), with_kind(sharding, str(x.sharding.memory_kind)), may_alias=on_host(x))
-    if not x.sharding.is_equivalent_to(with_kind(sharding, str(x.sharding.memory_kind)), x.ndim):
+    as_it_is, here = with_kind(sharding, str(x.sharding.memory_kind)), x.sharding.device_set == sharding.device_set
+    if not here and not _is_plain(x, sharding):
+        return jax.device_put(np.asarray(x), as_it_is, may_alias=on_host(x))
+    if here and not x.sharding.is_equivalent_to(as_it_is, x.ndim):
         x = jax.device_put(x, with_kind(x.sharding, DEVICE_KIND))
         x = jax.device_put(x, with_kind(sharding, DEVICE_KIND))
     return jax.device_put(x, sharding)
+
+
+def _is_plain(x: jax.Array, to: Sharding) -> bool:
+    """Whether jax copies an array to other devices without NumPy: between CPUs, and PRNG keys."""
+    return jnp.issubdtype(x.dtype, jax.dtypes.extended) or on_cpus(x.sharding.device_set | to.device_set)
 
 
 def on_cpus(devices: Iterable[Any]) -> bool:
@@ -119,10 +126,18 @@ def replicas_of(x: Any) -> dict[Box, list[Any]]:
     return found
 
 
-def memory_of(x: jax.Array) -> Any:
-    """Return an array's memory as a writable view. XLA does not know of it, so it can still donate the array."""
+def memory_of(x: Any) -> Any:
+    """Return an array's memory as a view, or a copy where host memory has no address. XLA does not know of it, so that
+    it can still donate the array."""
+    if not isinstance(x, jax.Array) or not has_addresses(x.sharding.device_set):
+        return np.asarray(x)
     buffer = (ctypes.c_char * x.nbytes).from_address(jax.block_until_ready(x).unsafe_buffer_pointer())
     return np.frombuffer(buffer, x.dtype).reshape(x.shape)
+
+
+def has_addresses(devices: Iterable[Any]) -> bool:
+    """Whether these devices' host memory has addresses for us."""
+    return all(device.platform in ("cpu", "gpu", "cuda", "rocm") for device in devices)
 
 
 def aligned(box: Box, dtype: Any) -> Any:

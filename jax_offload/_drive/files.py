@@ -39,28 +39,27 @@ class OnFiles:
     Attributes:
       program: the step. Its last inputs are the leaves to read, and its last results are the leaves to write.
       reads: input that is read -> its token and its leaf.
-      writes: the leaf of each result that is written. A leaf that the step hands on unchanged is not written.
+      writes: the results that are written, each with its leaf. A leaf that the step hands on unchanged is not written.
       tokens: position of a result of the step that is a token -> its leaf.
     """
 
     program: Program
     reads: Mapping[Var, tuple[Atom, Place]]
-    writes: Sequence[Place]
+    writes: Sequence[tuple[Atom, Place]]
     tokens: Mapping[int, Place]
 
     @property
-    def n_others(self) -> int:
-        """The number of results that are not tokens."""
-        return len(self.program.outputs) - len(self.writes)
+    def outputs(self) -> Sequence[Atom]:
+        """The step's results that are not tokens."""
+        return self.program.outputs[: len(self.program.outputs) - len(self.writes)]
 
     @property
     def ends(self) -> dict[Var, Ends]:
         """Return where ranges of rows end in the files, for leaves that are read and results that are only written."""
         times = Counter(variables(self.program.outputs))
         used = {v for eqn in self.program.eqns for v in variables(eqn.invars)}
-        written = zip(self.program.outputs[self.n_others :], self.writes, strict=True)
         found = {v: leaf for v, (_, leaf) in self.reads.items()}
-        found |= {v: leaf for v, leaf in written if isinstance(v, Var) and times[v] == 1 and v not in used}
+        found |= {v: leaf for v, leaf in self.writes if isinstance(v, Var) and times[v] == 1 and v not in used}
         return {v: leaf.home.ends(leaf.name) for v, leaf in found.items()}
 
     def places(self, devices: Set[Any]) -> dict[Var, Sharding]:
@@ -69,16 +68,21 @@ class OnFiles:
         Raises:
           ValueError: the state is divided between other devices.
         """
-        alone = SingleDeviceSharding(next(iter(devices)), memory_kind=HOST_KIND) if len(devices) == 1 else None
-        for _, leaf in self.reads.values():
-            if alone is None and not leaf.on_its_way.device_set <= devices:
+        found = dict[Var, Sharding]()
+        for v, (_, leaf) in self.reads.items():
+            found[v] = leaf.on_its_way
+            if len(devices) == 1:
+                (device,) = devices
+                alone = SingleDeviceSharding(device, memory_kind=HOST_KIND)
+                found[v] = found[v] if found[v].device_set == devices else alone
+            elif not found[v].device_set <= devices:
+                there, here = (", ".join(sorted(map(str, each))) for each in (found[v].device_set, devices))
                 raise ValueError(
-                    f"disk: the state is on {_devices(leaf.on_its_way.device_set)}, {leaf.name} as {leaf.on_its_way}, "
-                    f"and the step runs on {_devices(devices)}. Fix: disk.resume(target) with the shardings that the "
-                    "parameters have now, jo.abstract_state(tx, params) in the state's place."
+                    f"disk: the state is on {there}, {leaf.name} as {found[v]}, and the step runs on {here}. Fix: "
+                    "disk.resume(target) with the shardings that the parameters have now, "
+                    "jo.abstract_state(tx, params) in the state's place."
                 )
-        here = {v: leaf.on_its_way for v, (_, leaf) in self.reads.items()}
-        return {v: s if alone is None or s.device_set == devices else alone for v, s in here.items()}
+        return found
 
 
 def files_of(step: Program) -> OnFiles:
@@ -100,13 +104,10 @@ def files_of(step: Program) -> OnFiles:
         else:
             _check_equation(eqn, reads, written)
             eqns.append(eqn)
-    if not reads and not written:
-        return OnFiles(step, {}, [], {})
     inputs, tokens = {*step.inputs}, {*variables(v for v, _ in reads.values())}
-    known = all(isinstance(v, Var) and v in inputs for v, _ in reads.values())
-    if not known or any(not tokens.isdisjoint(variables(eqn.invars)) for eqn in eqns):
-        raise ValueError(_COMPUTES)
-    if any(isinstance(v, Var) and v in reads for v in step.outputs):
+    given = all(isinstance(v, Var) and v in inputs for v, _ in reads.values())
+    read_again = any(not tokens.isdisjoint(variables(eqn.invars)) for eqn in eqns)
+    if not given or read_again or not reads.keys().isdisjoint(variables(step.outputs)):
         raise ValueError(_COMPUTES)
     found = {k: written[v] for k, v in enumerate(step.outputs) if isinstance(v, Var) and v in written}
     kept = {place for _, place in found.values()}
@@ -129,7 +130,7 @@ def files_of(step: Program) -> OnFiles:
     program = dataclasses.replace(
         step, inputs=[*step.inputs, *reads], eqns=eqns, outputs=[*rest, *(x for x, _ in writes)],
     )  # fmt: skip
-    return OnFiles(program, reads, [place for _, place in writes], {k: place for k, (_, place) in found.items()})
+    return OnFiles(program, reads, writes, {k: place for k, (_, place) in found.items()})
 
 
 _COMPUTES = (
@@ -166,22 +167,13 @@ def _check_equation(eqn: Equation, reads: Mapping[Var, Any], written: Mapping[Va
         raise ValueError(_COMPUTES)
 
 
-def _devices(devices: Set[Any]) -> str:
-    return ", ".join(sorted(map(str, devices)))
-
-
 # ---- moved while it runs ---------------------------------------------------------------------------------------------
 
 
 Part = tuple[Place, Range | None]  # a leaf on disk, or some of its rows
 
 
-def _meet(a: Range | None, b: Range | None) -> bool:
-    """Whether two ranges of a leaf share rows; ``None`` has all."""
-    return a is None or b is None or (a[0] < b[1] and b[0] < a[1])
-
-
-def beside(sizes: Iterable[int]) -> int:
+def _under_way(sizes: Iterable[int]) -> int:
     """Return how many groups of these sizes, the nearest first, may be under way beside the current one."""
     return sum(total <= AT_ONCE for total in itertools.accumulate(itertools.islice(sizes, DEPTH)))
 
@@ -210,12 +202,11 @@ class Moving:
         places: Mapping[Var, Sharding],
     ) -> None:
         self._what, self._values, self._places = what, values, places
-        self._outputs = what.program.outputs[: what.n_others]
         self._reads = dict[Var, Part]()
         for v, (_, leaf) in what.reads.items():
             self._reads |= {v: (leaf, None), **{w: (leaf, rows) for w, rows in step.parts.get(v, ())}}
         self._writes: dict[Var, list[Part]] = {}
-        for v, leaf in zip(what.program.outputs[what.n_others :], what.writes, strict=True):
+        for v, leaf in what.writes:
             for w, rows in step.parts.get(cast(Var, v)) or [(cast(Var, v), None)]:
                 self._writes.setdefault(w, []).append((leaf, rows))
         self._due = self._when_written(tasks)
@@ -235,53 +226,53 @@ class Moving:
             read_by.setdefault(leaf, []).append((rows, k))
         due: dict[int, list[Var]] = {}
         for v, parts in self._writes.items():
-            old = [k for leaf, rows in parts for other, k in read_by.get(leaf, ()) if _meet(other, rows)]
+            old = [
+                k
+                for leaf, rows in parts
+                for other, k in read_by.get(leaf, ())
+                if rows is None or other is None or (other[0] < rows[1] and rows[0] < other[1])
+            ]
             due.setdefault(max([last.get(v, 0), *old]), []).append(v)
         return due
 
     def read(self, task: Task, following: Sequence[Task]) -> None:
         """Read a task's leaves, and start reading the leaves of the next tasks that read files.
 
-        First wait until old results have been written, as their memory serves these reads.
+        First wait until old results have been written, as their memory serves these reads. The pass waits for none.
         """
-        while self._writing and (self._first_is_written() or self._writes_too_much(task)):
+        while self._writing:
+            first, sizes = self._writing[0][1], (size for size, _ in reversed(self._writing))
+            late = task.name != BEFORE and len(self._writing) > _under_way(sizes)
+            if not late and not all(writing.done() for writing in first):
+                break
             for writing in self._writing.popleft()[1]:
                 writing.exception()  # which is said when the step ends: other processes are in it too
-        now, ahead = self._read_of(task), [*itertools.islice(filter(None, map(self._read_of, following)), DEPTH)]
+        needed, *ahead = ([v for v in each.inputs if v in self._reads] for each in (task, *following))
+        now, ahead = needed, [*itertools.islice(filter(None, ahead), DEPTH)]
         if not now and not self._writing and ahead:  # the first of them is the one that is needed
             now, *ahead = ahead
-        for v in itertools.chain(now, *ahead[: beside(map(_bytes_of, ahead))]):
+        for v in itertools.chain(now, *ahead[: _under_way(map(_bytes_of, ahead))]):
             if v not in self._reading:
                 leaf, rows = self._reads[v]
                 self._reading[v] = leaf.home.fetch(leaf.name, self._places[v], rows)
-        self._values |= {v: self._reading.pop(v).result() for v in self._read_of(task)}
-
-    def _read_of(self, task: Task) -> list[Var]:
-        return [v for v in task.inputs if v in self._reads]
-
-    def _first_is_written(self) -> bool:
-        return all(writing.done() for writing in self._writing[0][1])
-
-    def _writes_too_much(self, task: Task) -> bool:
-        """Whether a task waits for a write: the pass never does."""
-        return task.name != BEFORE and len(self._writing) > beside(size for size, _ in reversed(self._writing))
+        self._values |= {v: self._reading.pop(v).result() for v in needed}
 
     def write(self, number: int, task: Task) -> None:
         """Start to write the results that are due, and let them and the task's leaves go."""
-        for v in self._read_of(task):
-            self._values.pop(v, None)
+        for v in task.inputs:
+            if v in self._reads:
+                self._values.pop(v, None)
         now = self._due.get(number, [])
         if now:
             parts = [(v, *part) for v in now for part in self._writes[v]]
             writing = [leaf.home.put(leaf.name, self._values[v], rows) for v, leaf, rows in parts]
             self._writing.append((_bytes_of(now), writing))
-        for v in {*now}.difference(variables(self._outputs)):
+        for v in {*now}.difference(variables(self._what.outputs)):
             del self._values[v]
 
     def results(self) -> list[Any]:
         """Return the step's results."""
-        others = values_of(self._values, self._outputs)
-        homes = dict.fromkeys(leaf.home for leaf in self._what.tokens.values())
-        tokens, rest = {home: home.advance() for home in homes}, iter(others)
-        n = len(others) + len(self._what.tokens)
+        rest = iter(values_of(self._values, self._what.outputs))
+        tokens = {home: home.advance() for home in dict.fromkeys(leaf.home for leaf in self._what.tokens.values())}
+        n = len(self._what.outputs) + len(self._what.tokens)
         return [tokens[leaf.home] if (leaf := self._what.tokens.get(k)) else next(rest) for k in range(n)]

@@ -77,9 +77,8 @@ class OnePass:
         like = max((i for i in shards if isinstance(given[i], jax.Array)), key=lambda i: len(shards[i]))
         over = {i: k for k, i in kernel.over.items()}
         in_place = {i for i in over if shards[i].keys() == shards[like].keys()}
-        parts = {
-            i: [(own, np.asarray(data)) for own, (data, *_) in shards[i].items()] for i in shards.keys() - in_place
-        }
+        others = shards.keys() - in_place
+        parts = {i: [(own, cores.memory_of(data)) for own, (data, *_) in shards[i].items()] for i in others}
         made: list[list[tuple[Box, Any]]] = [[] for _ in results]
         for box in shards[like]:
             arrays = {i: gathered(each, box) for i, each in parts.items()}

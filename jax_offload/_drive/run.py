@@ -48,7 +48,6 @@ from jax_offload._step.cut import unguarded
 from jax_offload._step.rewritten import is_driven
 
 Jit = Callable[..., Any]
-WRITABLE = ("cpu", "gpu", "cuda", "rocm")  # platforms whose host memory has an address for us
 
 
 class Driven:
@@ -208,7 +207,7 @@ class Driven:
     def _writable(self, tasks: Sequence[Task]) -> set[Var]:
         """Return the donated leaves in host memory that the cores may overwrite: at most one task beside the first
         reads them."""
-        if any(device.platform not in WRITABLE for device in self._devices):
+        if not cores.has_addresses(self._devices):
             return set()
         read_by = Counter(v for task in tasks[1:] for v in task.inputs)  # the first has been started by then
         found = {v for v in self._donated if read_by[v] == 1 and (is_host_aval(v.aval) or cores.on_cpus(self._devices))}

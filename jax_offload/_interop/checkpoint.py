@@ -24,7 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_offload._base import memory
-from jax_offload._base.on_disk import is_on_disk, read_into, read_to
+from jax_offload._base.on_disk import is_on_disk, read_into
 from jax_offload._disk.disk import Disk
 
 _NAME = "jax_offload"  # the name of our entry in orbax's custom metadata
@@ -351,7 +351,7 @@ def read_late(ocp: Any, tree: Any) -> Any:
     def sharded(x: Any) -> bool:
         return is_on_disk(x) and not x.sharding.is_fully_addressable
 
-    tree = jax.tree.map(lambda x: read_to(x, x.sharding) if sharded(x) else x, tree, is_leaf=is_on_disk)
+    tree = jax.tree.map(lambda x: x.read(x.sharding) if sharded(x) else x, tree, is_leaf=is_on_disk)
     if not any(map(is_on_disk, jax.tree.leaves(tree, is_leaf=is_on_disk))):
         return tree
     if not _works(ocp):

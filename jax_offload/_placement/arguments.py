@@ -198,7 +198,7 @@ def arrived(home: Home, leaves: Sequence[Any], plan: Sequence[Leaf]) -> None:
             "target do, pickle and NumPy do. This update puts them back, but until it has, all of them are on the "
             "device; if they are moved at every step, nothing is gained. Fix: leave out the move, or "
             "jax_offload.to_host(tx, state) after it, or move with the shardings of "
-            "jax_offload.abstract_state(tx, params). See docs/frameworks.md."
+            "jax_offload.abstract_state(tx, params). See docs/trainers.md."
         )
 
 

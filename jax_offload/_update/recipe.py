@@ -350,7 +350,8 @@ def old_where(skip: jax.Array | None, old: Any, new: Any) -> Any:
         return new
 
     def chosen(old: Any, new: Any) -> Any:
-        kept = to_device(old) if old.dtype == new.dtype else to_device(old).astype(new.dtype)
+        kept, new_type = to_device(old), new.dtype
+        kept = kept if jnp.promote_types(old.dtype, new_type) == new_type else kept.astype(new_type)  # or stays weak
         x = jnp.where(skip, kept, to_device(new))
         return to_host(x) if on_host(new) else x
 

@@ -320,17 +320,6 @@ def test_a_directory_in_use_and_another_optimizer_or_model(run):
     run.holds(2)
 
 
-def test_a_disk_too_full_to_begin_with(run, tmp_path):
-    disk, files = jo.disk(tmp_path / "full"), Faulty(tmp_path, error(NO_SPACE, "allocate", 1))
-    tx = jo.offload(optax.adamw(1e-2), min_bytes=1024, disk=disk)
-    with pytest.raises(OSError, match=r"making \d+ bytes of space \(\d+ are free\) for \d+ bytes in all: No sp"):
-        tx.init(model())
-    assert not list((tmp_path / "full").glob("state.*"))
-    files.fault = no_fault
-    tx.init(model())
-    disk.close()
-
-
 @pytest.mark.parametrize("of", ["open", "preadv"])
 def test_a_filesystem_without_direct_access_is_said_once(run, of):
     tried = set()

@@ -1115,9 +1115,7 @@ def jitted(step: Step) -> Record:
                 record.wrong.append(f"call {k}: {name} is deleted, and was not donated")
             if arrays and name in names and name in ("params", "target", "critic"):
                 handed_on = {*map(id, jax.tree.leaves(result))} & {*map(id, arrays)}
-                # A driven step may return the old parameters, or a copy of them.
-                returned = name == "params" and r["target"] == "old" and step.mode in ("cores", "hybrid", "disk")
-                (record.deleted if all(gone) or handed_on or returned else record.kept).append(f"call {k}: {name}")
+                (record.deleted if all(gone) or handed_on else record.kept).append(f"call {k}: {name}")
         carried = {name: new[name] for name in carried}
         if home is not None and (moved := [*unequal(places(carried), home)]):
             record.wrong += [f"call {k}: placed {line}" for line in moved]

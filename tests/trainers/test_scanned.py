@@ -1,4 +1,4 @@
-"""Scanned layers in every framework, the step written as docs/frameworks.md shows: equal losses, and what hides."""
+"""Scanned layers in every framework: equal losses, and what hides."""
 
 import flax.linen as nn
 import jax

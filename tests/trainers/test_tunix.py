@@ -174,7 +174,7 @@ def test_a_plain_run_goes_on_offloaded(tmp_path):
 
 @pytest.mark.parametrize(("kind", "resumed"), [("full", False), ("accumulate", False), ("lora", True)])
 def test_a_step_that_is_built_ahead_leaves_the_state_on_the_host(kind, resumed, tmp_path):
-    """What docs/frameworks.md says that a user can do."""
+    """What docs/trainers.md says that a user can do."""
     losses = train(offloaded(kind), "mesh", kind, steps=5, folder=tmp_path).losses if resumed else []
     with only_on_a_mesh("one device"):
         watch = train(offloaded(kind), "mesh", kind, folder=tmp_path if resumed else None, ahead=True)
