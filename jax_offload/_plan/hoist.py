@@ -42,7 +42,7 @@ NEEDED_BEFORE = (
     "new parameters are needed as a whole before the scan that reads them by layers; use them whole after that scan"
 )
 MERGED = "a reshape merges its layers with other dimensions; scan over the first dimension of the stack as it is"
-IN_GROUPS = "a scan over groups of layers changes them before the scan inside it reads them; change them in that scan"
+IN_GROUPS = "a scan over groups of layers reads them outside of the scan inside it, too; read them only in that scan"
 ROWS = Window(0, "rows of the scan's iterations")  # `InScan.planned` counts their bytes
 LEAST_ROW = 2**16  # bytes: smaller rows are updated faster together, after the scan
 _PLACED = frozenset(("dynamic_update_slice", "scatter", "scatter-add", "pad"))  # a row among zeros

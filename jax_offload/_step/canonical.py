@@ -102,15 +102,15 @@ def _after_shard_map(program: Program, at: int) -> list[Equation]:
     divided = {v for v, spec in zip(this.outvars, this.params["out_specs"], strict=True) if any(spec)}
     if manual != {*this.params["mesh"].axis_names} or any(typed_sharding(v.aval) for v in this.outvars):
         return []
-    made, found = {*this.outvars} - divided, list[Equation]()
+    made, stays, found = {*this.outvars} - divided, divided, list[Equation]()
     for eqn in program.eqns[at + 1 :]:
-        if made.isdisjoint(variables(eqn.invars)) or not divided.isdisjoint(variables(eqn.invars)):
-            continue
-        if eqn.effects or not (_is_whole(eqn.params["update"], manual) if is_update(eqn) else is_cheap(eqn)):
-            divided.update(eqn.outvars)
-            continue
-        made.update(eqn.outvars)
-        found.append(eqn)
+        ins = {*variables(eqn.invars)}
+        moves = _is_whole(eqn.params["update"], manual) if is_update(eqn) else is_cheap(eqn)
+        if not stays.isdisjoint(ins) or (not made.isdisjoint(ins) and (eqn.effects or not moves)):
+            stays.update(eqn.outvars)
+        elif not made.isdisjoint(ins):
+            made.update(eqn.outvars)
+            found.append(eqn)
     return needed_for(found, {v for eqn in found if is_update(eqn) for v in eqn.outvars})[0]
 
 
@@ -463,13 +463,15 @@ def _both(program: Program, at: int, after: int) -> Program | None:
     one, other = scan_of(eqns[at]), scan_of(eqns[after])
     if one is None or other is None:
         return None
+    if (one.length, one.reverse, one.unroll) != (other.length, other.reverse, other.unroll):
+        return None
     layers = _layers(program)
     read, also_read = ({layers[v] for v in variables(scan.xs) if v in layers} for scan in (one, other))
-    alike = (one.length, one.reverse, one.unroll) == (other.length, other.reverse, other.unroll)
     before, _ = needed_for(eqns[at:after], variables(eqns[after].invars))
     moved = {*map(id, before)}
-    apart = read.isdisjoint(also_read) or id(eqns[at]) in moved
-    if not alike or apart or any(eqn.effects for eqn in (*before, eqns[at], eqns[after])):
+    if read.isdisjoint(also_read) or id(eqns[at]) in moved:
+        return None
+    if any(eqn.effects for eqn in (*before, eqns[at], eqns[after])):
         return None
     run_one, run_other = jax_fun(one.body), jax_fun(other.body)
     operands = [*eqns[at].invars, *eqns[after].invars]

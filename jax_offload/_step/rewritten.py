@@ -112,8 +112,7 @@ def _holds_driven(eqn: Equation) -> bool:
 
 def emitted(closed: ClosedJaxpr, args: Sequence[Any]) -> list[Any]:
     """Emit the step into the current trace, and return its results for flat arguments."""
-    program = inside_shard_maps(flat(closed))
-    closed = program.closed
+    program = flat(closed)
     lost = unreturned(program)
     if lost is not None and not lost.meant:
         warnings.warn(
@@ -126,7 +125,8 @@ def emitted(closed: ClosedJaxpr, args: Sequence[Any]) -> list[Any]:
     if lost is not None:
         return _as_it_is(closed, (lost.why,), args)
     try:
-        plain = canonical(program)
+        whole = inside_shard_maps(program)
+        plain = canonical(whole)
         check_program(plain)
         found = None if ordered(plain.effects) else parts_of(_noted_inside(plain))
         if found is not None and found.moved:
@@ -134,7 +134,7 @@ def emitted(closed: ClosedJaxpr, args: Sequence[Any]) -> list[Any]:
     except Exception as fault:  # whatever is wrong with a rewritten step, the one that was written runs
         return _as_it_is(closed, (tell("the step runs as written, and hides no transfers", fault),), args)
     if found is None:
-        if (by_step := _by_step(closed, program)) is not None:
+        if (by_step := _by_step(whole.closed, whole)) is not None:
             return jax_fun(by_step)(*args)
         return _as_it_is(closed, _why_not(closed, program), args)
     return _as_it_is(closed, found.stays, args)

@@ -16,6 +16,8 @@ from jax.sharding import PartitionSpec as P
 import jax_offload as jo
 from tests.support.steps import (
     ADAMW,
+    CLIPPED,
+    IN_FORWARD,
     LAYERS,
     WIDTH,
     all_moved,
@@ -252,6 +254,21 @@ def test_the_numbers_are_those_of_the_plain_step(name):
         assert all_moved(table), table
     else:
         assert table.stays and (expected or "") in " ".join(table.stays)
+
+
+@pytest.mark.parametrize("kind", ["checkpointed", "as they are", "read outside of the inner scan"])
+def test_groups_of_layers_read_the_new_parameters(kind):
+    """The pending update runs in the inner scan, if nothing else in the scan over groups reads its layers."""
+
+    def read_twice(w, x):
+        group = lambda x, ws: (scanned(ws, x) + ws.mean(), None)  # noqa: E731
+        return jax.lax.scan(group, x, w.reshape(2, -1, *w.shape[1:]))[0]
+
+    once = in_groups if kind == "checkpointed" else functools.partial(in_groups, remat=lambda f: f)
+    make = of_network(read_twice if "outside" in kind else once)
+    table = assert_as_plain(make, offloaded(CLIPPED), CLIPPED, jo.pipelined)
+    assert ("reads them outside of the scan inside it" in " ".join(table.stays)) == ("outside" in kind), table.stays
+    assert all_moved(table, IN_FORWARD) == ("outside" not in kind)
 
 
 @pytest.mark.parametrize("how", ["siamese", "one batch after the other"])
@@ -502,18 +519,19 @@ def test_gradients_from_a_shard_map(how):
         value, grads = jax.value_and_grad(lambda w: (scanned(w, x) ** 2).mean())(params["layers"])
         if not check_vma:
             grads = (scatter if how == "divided" else jax.lax.psum)(grads, "data")
-        return jax.lax.pmean(value, "data"), {"layers": grads / 4}
+        seen = x[:, :1] * 2  # divided
+        return jax.lax.pmean(value, "data"), {"layers": grads / 4}, seen
 
     def make(tx):
-        out_specs = P(), P(None, "data") if how == "divided" else P()
+        out_specs = P(), P(None, "data") if how == "divided" else P(), P("data")
         grads_of = jax.shard_map(local, mesh=mesh, in_specs=(P(), P("data")), out_specs=out_specs, check_vma=check_vma)
 
         def step(params, state, x):
-            value, grads = grads_of(params, x)
+            value, grads, seen = grads_of(params, x)
             for _ in range(2 if how == "two updates" else 1):
                 updates, state = tx.update(jax.tree.map(lambda g: 2 * g, grads), state, params)
                 params = optax.apply_updates(params, updates)
-            return params, state, (value, params["layers"].mean())
+            return params, state, (value, params["layers"].mean(), seen.sum() + params["layers"].sum())
 
         return step
 
