@@ -16,6 +16,7 @@ from jax_offload._base.around import (
     around,
     check_not_within_offload,
     compiled_where_eager,
+    from_host,
     shardings_of,
     within_offload,
     without_sharding,
@@ -185,14 +186,12 @@ def offload(
             state = guarded(state, home=home, where="init")
             if around().runs:
                 warn_of_nothing(plan)
-                return state
+                return refused(state, plan)
             return marked(state, plan, policy, places_of(disk, plan, jax.tree.leaves(state)))
 
         leaves = jax.tree.leaves(params)
         if not leaves or any(isinstance(x, Tracer) or not is_array(x) for x in leaves) or under_jit():
             state = create(params)
-            if disk is not None and around().runs:
-                state = refused(state, policy, params)
         else:
             # One compiled program, also in eager use: XLA makes a leaf, sends it to the host and makes the next, and a
             # sharded leaf is born sharded.
@@ -221,6 +220,7 @@ def offload(
         skip = checked_skip(skip)
         check_not_within_offload()
         state, in_files = opened(state)
+        state, params = from_host((state, params))
         check_places(inner.init, updates, state, params)
         check_gradients(updates, params)
         like = updates if params is None else params

@@ -37,9 +37,9 @@ def disk(tmp_path):
 @pytest.fixture
 def small_groups(monkeypatch):
     """Each slice of a driven update is a group of its own."""
-    from jax_offload._drive import stages
+    from tests.support.sizes import set_sizes
 
-    monkeypatch.setattr(stages, "GROUP_BYTES", 1)
+    set_sizes(monkeypatch.setattr, group=1)
 
 
 @pytest.fixture(autouse=True)
@@ -53,6 +53,13 @@ def mappings():
     if maps.exists() and maps.read_bytes().count(b"\n") > 20_000:
         jax.clear_caches()
         gc.collect()
+
+
+def pytest_collection_finish():
+    """Keep Python's collector off the modules, which it would walk again and again, for a sixth of the tests' time."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(100_000, 20, 20)
 
 
 def pytest_addoption(parser):

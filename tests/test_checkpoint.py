@@ -415,18 +415,6 @@ def test_a_checkpoint_of_plain_orbax(tmp_path):
     assert_placed(back, target)
 
 
-def test_a_pool_that_is_too_small_for_the_copy(monkeypatch):
-    from jax_offload._base import memory as _memory
-
-    monkeypatch.setenv("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", "1e-5")
-    _, tree, _ = small()
-    check = _memory.check_host_pool
-    monkeypatch.setattr(_memory, "check_host_pool", lambda x, platform, *words: check(x, "gpu", *words))
-    with pytest.raises(ValueError, match=r"save_args\(\): the state with its copy .*copy=False"):
-        jo.save_args(tree)
-    jo.save_args(tree, copy=False)
-
-
 # What orbax brings back is what ``init`` made, and what it is still writing is not damage
 
 

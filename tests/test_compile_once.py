@@ -37,20 +37,6 @@ def run(step, state, n=3):
     return state
 
 
-@pytest.mark.parametrize("init", [TX.init, jax.jit(TX.init)], ids=["eager init", "jitted init"])
-@pytest.mark.parametrize("donate", [False, True])
-def test_compile_once_params_and_state(init, donate):
-    @jax.jit
-    def plain(carry, x):
-        params, state = carry
-        updates, state = TX.update(jax.grad(loss)(params, x), state, params)
-        return optax.apply_updates(params, updates), state
-
-    step = jax.jit(plain, donate_argnums=0) if donate else plain
-    params = committed()
-    run(step, (params, init(params)))
-
-
 def test_compile_once_train_state():
     state = TrainState.create(apply_fn=None, params=committed(), tx=TX)
     state = state.replace(step=jax.device_put(jnp.int32(0), jax.devices()[0]))  # plain optax needs it too

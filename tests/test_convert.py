@@ -27,7 +27,7 @@ def test_to_plain_and_back(storage, given):
         np.testing.assert_array_equal(np.asarray(x), np.asarray(y))
         assert x.sharding == y.sharding and x.sharding.memory_kind == y.sharding.memory_kind
     # and goes on, in plain optax and in another format
-    updates, _ = ADAMW.update(gradients(params), jo.to_device(bare), params)
+    updates, _ = jax.jit(ADAMW.update)(gradients(params), jo.to_device(bare), params)
     other = jo.offload(ADAMW, storage="bfloat16", min_bytes=1024)
     new = jo.from_plain(other, bare, params)
     got, _ = jax.jit(other.update)(gradients(params), new, params)

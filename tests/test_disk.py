@@ -15,7 +15,6 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_offload as jo
-from jax_offload._interop import pending
 from tests.disk.faulty import Faulty
 from tests.support.trees import assert_close, assert_equal, handles, read
 
@@ -32,9 +31,9 @@ MATRIX = 64 * 64 * 4
 STORED = {"mu": "int8", "nu": "uint8"}
 
 
-def model(dtype=jnp.float32, place=None):
-    w = {name: jax.random.normal(jax.random.key(k), (64, 64)) / 8 for k, name in enumerate(NAMES)}
-    tree = {name: {"w": x.astype(dtype), "b": jnp.full(64, 0.1, dtype)} for name, x in w.items()}
+def model(dtype=jnp.float32, place=None, width=64):
+    w = {name: jax.random.normal(jax.random.key(k), (width, width)) / 8 for k, name in enumerate(NAMES)}
+    tree = {name: {"w": x.astype(dtype), "b": jnp.full(width, 0.1, dtype)} for name, x in w.items()}
     return jax.device_put(tree, place or jax.devices()[0])
 
 
@@ -413,10 +412,10 @@ def test_apply_if_finite_around(disk):
 # ---- skip= -----------------------------------------------------------------------------------------------------------
 
 
-def run(step, params, state, skips):
+def run(step, params, state, skips, x=X):
     step = jo.jit(step, donate_argnums=(0, 1))
     for k, skip in enumerate(skips):
-        params, state = step(params, state, X * (k + 1), np.asarray(skip))
+        params, state = step(params, state, x * (k + 1), np.asarray(skip))
     return params, state
 
 
@@ -465,31 +464,30 @@ def test_an_update_that_is_skipped_changes_no_bit(form, place, options, disk):
 
 
 @pytest.mark.parametrize("gradients", ["device", "host"])
-def test_pipelined(gradients, disk, tmp_path, monkeypatch):
+def test_pipelined(gradients, disk, tmp_path):
     """As the plain loop on disk."""
-    monkeypatch.setattr(pending, "LEAST", 1024)
     other = jo.disk(tmp_path / "other")
     plain, tx = (jo.offload(CLIPPED, min_bytes=1024, disk=files) for files in (other, disk))
 
     def step(tx):
         return lambda params, state, x, skip: jo.update_params(tx, jax.grad(loss)(params, x), state, params)
 
-    params = model()
-    want = run(step(plain), jax.tree.map(jnp.copy, params), plain.init(params), [False] * 4)
+    params, batch = model(width=128), np.concatenate([X, X], 1)  # gradients of 64 KiB can wait on the host
+    want = run(step(plain), jax.tree.map(jnp.copy, params), plain.init(params), [False] * 4, batch)
 
     def turned(params, state, x):
         return step(tx)(params, state, x, False)
 
     train = jo.pipelined(turned, donate_argnames=("params", "state"), gradients=gradients)
-    carry, _ = train((params, tx.init(params)), X)
+    carry, _ = train((params, tx.init(params)), batch)
     for k in range(1, 4):
-        carry, _ = train(carry, X * (k + 1))
+        carry, _ = train(carry, batch * (k + 1))
     look = read(train.params(carry))
     params, state = train.finish(carry)
     assert len(handles(state)) == 8
     assert_close(look, read(params), 1e-6)
     assert_close(read((params, state)), read(want), 1e-5)
     disk.commit(4, (params, state))
-    shown = jo.placement(train, params, state, X)
-    assert shown.disk_bytes == 8 * MATRIX
+    shown = jo.placement(train, params, state, batch)
+    assert shown.disk_bytes == 4 * 8 * 128 * 128
     other.close()

@@ -12,11 +12,11 @@ import ml_dtypes
 import numpy as np
 import optax
 import pytest
+from jax.experimental import multihost_utils
 
 import jax_offload as jo
-from jax_offload._base import processes
-from jax_offload._drive import stages
 from tests.disk.faulty import Faulty, error, no_fault
+from tests.support.sizes import set_sizes
 from tests.support.trees import assert_equal, handles, read
 
 pytestmark = pytest.mark.filterwarnings("ignore:Some donated buffers were not usable")
@@ -75,7 +75,7 @@ def test_every_second_step_is_kept(run, monkeypatch):
     run.disk.wait()
     with monkeypatch.context() as patch:
         patch.setattr(jax, "process_count", lambda: 2)
-        patch.setattr(processes, "allgathered", lambda mine: pytest.fail("asks"))
+        patch.setattr(multihost_utils, "process_allgather", lambda mine: pytest.fail("asks"))
         before = len(run.files.calls)
         assert run.disk.commit(3, "not looked at") is False and len(run.files.calls) == before
     assert run.disk.last_commit == 2
@@ -132,7 +132,7 @@ def test_a_commit_that_is_interrupted_ends_first(run):
 @pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
 def test_a_step_that_is_interrupted_is_no_state(run, monkeypatch, error):
     """It says so, and the last commit is there."""
-    monkeypatch.setattr(stages, "GROUP_BYTES", 1)
+    set_sizes(monkeypatch.setattr, group=1)
     params, state = run.began()
     run.committed(0, params, state)
     want = read((params, state))

@@ -12,8 +12,8 @@ import orbax.checkpoint as ocp
 import pytest
 
 import jax_offload as jo
-from jax_offload._drive import stages
 from tests.disk.faulty import NO_SPACE, Faulty, error, no_fault
+from tests.support.sizes import set_sizes
 from tests.support.trees import assert_equal, handles, kinds, read
 from tests.test_disk_kills import child
 
@@ -255,7 +255,7 @@ class Mapped(mmap.mmap):
 
 def test_host_bytes_are_those_of_what_is_under_way(tmp_path, monkeypatch):
     """Of 24 groups at most nine, as ``jo.disk`` says."""
-    monkeypatch.setattr(stages, "GROUP_BYTES", 1)
+    set_sizes(monkeypatch.setattr, group=1)
     monkeypatch.setattr(mmap, "mmap", Mapped)
     files = jo.disk(tmp_path)
     tx = offload(files)

@@ -11,6 +11,7 @@ from tests.support.random_steps import FIELDS, MODES, OPTIMIZERS, Refused, compl
 WRAPPERS = [("inside", name) for name in dict.fromkeys(FIELDS["inside"]) if name] + [
     ("outside", name) for name in dict.fromkeys(FIELDS["outside"]) if name
 ]
+WRAPPERS += [(where, clip) for clip in ("adaptive clip", "clip by block") for where in ("inside", "outside")]
 INNER = [("optimizer", name) for name in OPTIMIZERS] + WRAPPERS
 SHARDINGS = (None, "fsdp", "ZeRO-1")
 MODELS = ("scan", "unrolled", "pairs")
@@ -18,7 +19,7 @@ MODELS = ("scan", "unrolled", "pairs")
 DAILY, OLDEST = pytest.mark.daily("a slice of the table"), pytest.mark.oldest("a slice of the table")
 CASES = [
     pytest.param(
-        inner, mode, marks=[DAILY] * (inner % 2 == 0 and mode == inner % len(MODES)) + [OLDEST] * (inner % 8 == 0)
+        inner, mode, marks=[DAILY] * (inner % 4 == 0 and mode == inner % len(MODES)) + [OLDEST] * (inner % 12 == 0)
     )
     for inner, mode in itertools.product(range(len(INNER)), range(len(MODES)))
 ]

@@ -74,6 +74,12 @@ def every_third(step: Any) -> Any:
     return step % 3 != 2
 
 
+def per_example(clip: Any, *args: Any, **how: Any) -> Entry:
+    """optax has these as functions of a tree of gradients, with the examples of the batch along axis 0."""
+    clipped = optax.stateless(lambda grads, params: clip(grads, *args, **how)[0])
+    return Entry(lambda: optax.chain(clipped, ADAM()), per_example=True)
+
+
 def with_rate() -> dict[str, Callable[..., Any]]:
     """The optimizers of optax and optax.contrib that need nothing but a learning rate."""
     found = {}
@@ -129,6 +135,8 @@ TABLE = {name: Entry(make, tolerance=CLOSE.get(name, 1e-6)) for name, make in wi
         lambda: optax.MultiSteps(optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-2)), 3,
                                  should_skip_update_fn=optax.skip_not_finite)
     ),
+    "per_example_global_norm_clip": per_example(optax.per_example_global_norm_clip, 3.0),
+    "per_example_layer_norm_clip": per_example(optax.per_example_layer_norm_clip, 3.0, uniform=False),
     "named_chain": Entry(lambda: optax.named_chain(("clip", optax.clip(0.1)), ("adam", ADAM()))),
     "partition": Entry(lambda: optax.partition({"matrix": ADAM(), "rest": optax.sgd(1e-1, 0.9)}, labels)),
     "prodigy": Entry(lambda: contrib.prodigy(0.1, estim_lr0=1e-2)),

@@ -23,8 +23,7 @@ def test_a_checkout_that_is_not_installed_can_be_imported():
         "from importlib import metadata\n"
         "def version(name): raise metadata.PackageNotFoundError(name)\n"
         "metadata.version = version\n"
-        "import jax_offload\n"
-        "print(jax_offload.__version__)"
+        "import jax_offload as jo; print(jo.__version__)"
     )
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert run.stdout.strip() == "0+unknown"

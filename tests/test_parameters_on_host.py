@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from typing import Any
 
@@ -15,7 +16,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 import jax_offload as jo
 from tests.support.trees import assert_close, kinds
 
-pytestmark = pytest.mark.oldest("types of memory in a trace")
+OLDEST = pytest.mark.oldest("types of memory in a trace")
 
 HOST, DEVICE = "pinned_host", "device"
 SPECS = {"layers": PartitionSpec(None, None, "data"), "w": PartitionSpec("data"), "b": PartitionSpec()}
@@ -71,7 +72,7 @@ WHERE = [("params", "update_params"), ("both", "update_params"), ("grads", "upda
 DAILY = pytest.mark.daily("each optimizer once")
 CASES = [  # with a sharding and a way to run that change from one case to the next
     pytest.param(name, ("fsdp", "one device", "ZeRO-1")[(k - k // 9) % 3], where, form, [*RUNS][k % 4],
-                 marks=[DAILY] if k // 3 % 3 == (k + 1) % 3 else [])
+                 marks=([DAILY] if k // 3 % 3 == (k + 1) % 3 else []) + ([OLDEST] if k % 5 == 0 else []))
     for k, (name, (where, form)) in enumerate(itertools.product(OPTIMIZERS, WHERE))
     # a chain around an offload computes with the gradients before the offload sees them
     if not (name == "clip around" and form == "update")
@@ -104,6 +105,7 @@ def test_as_from_the_device(name, sharding, where, form, run):
                 assert x.sharding.with_memory_kind(DEVICE).is_equivalent_to(y.sharding.with_memory_kind(DEVICE), x.ndim)
 
 
+@OLDEST
 @pytest.mark.parametrize("options", ["update_on", "disk", "fraction"])
 @pytest.mark.parametrize("argument", ["params", "updates"])
 def test_where_they_have_to_be_on_the_device(options, argument, disk):
@@ -123,6 +125,7 @@ def test_where_they_have_to_be_on_the_device(options, argument, disk):
 WRAPS = {"jit": jax.jit, "jo.jit": jo.jit, "eager": lambda step: step}
 
 
+@OLDEST
 @pytest.mark.parametrize("wrap", WRAPS)
 def test_whatever_else_is_in_host_memory_is_loaded(wrap):
     """``skip``, a state that nothing offloads any more, and the parameters of masters without an ``offload``."""
@@ -144,6 +147,7 @@ def test_whatever_else_is_in_host_memory_is_loaded(wrap):
     assert_close(masters, jo.with_master_params(ADAMW).init(params), 0)
 
 
+@OLDEST
 @pytest.mark.parametrize("low_bits", [False, True])
 @pytest.mark.parametrize("wrap", WRAPS)
 def test_what_no_offload_loads_is_an_error_of_ours(wrap, low_bits):
@@ -162,3 +166,77 @@ def test_what_no_offload_loads_is_an_error_of_ours(wrap, low_bits):
         with pytest.raises(ValueError, match=r"state: .* no offload\(\.\.\.\) in tx .*jo\.to_host\(tx, state\)"):
             WRAPS[wrap](lambda *args, tx=tx: jo.update_params(tx, *args))(params, moved, params)
         WRAPS[wrap](lambda *args, tx=tx: jo.update_params(tx, *args))(params, jo.to_host(tx, moved, params), params)
+
+
+# ---- a model that computes with them: its scans load their rows
+
+ON_DEVICE = jax.memory.Space.Device
+
+
+def to_load(w: Any) -> Any:
+    return jax.device_put(w, ON_DEVICE)
+
+
+def plain(x: Any, w: Any) -> Any:
+    return x + jnp.tanh(x @ w)
+
+
+BODIES: dict[str, Any] = {  # a layer, as the model has it, and as it is with parameters on the device
+    "no load": (jax.checkpoint(plain), jax.checkpoint(plain)),
+    "no load, not checkpointed": (plain, plain),
+    "a load": (lambda x, w: plain(x, to_load(w)), plain),
+    "a load, checkpointed": (jax.checkpoint(lambda x, w: plain(x, to_load(w))), jax.checkpoint(plain)),
+    "a load outside of the checkpoint": (lambda x, w: jax.checkpoint(plain)(x, to_load(w)), jax.checkpoint(plain)),
+    "a cast": (lambda x, w: plain(x, w.astype(jnp.bfloat16).astype(x.dtype)),) * 2,
+    "a load and a cast": (
+        jax.checkpoint(lambda x, w: plain(x, to_load(w).astype(jnp.bfloat16).astype(x.dtype))),
+        jax.checkpoint(lambda x, w: plain(x, w.astype(jnp.bfloat16).astype(x.dtype))),
+    ),
+    "another load of the whole": (plain, plain),
+}  # fmt: skip
+
+
+def loss_of(layer: Any, params: Any, x: Any) -> Any:
+    x, _ = jax.lax.scan(lambda x, w: (layer(x, w), None), x, params["layers"])
+    return ((x @ params["head"]) ** 2).mean()
+
+
+def trained(tx: Any, loss: Any, form: str) -> Any:
+    def step(params: Any, state: Any, x: Any) -> Any:
+        value, grads = jax.value_and_grad(loss)(params, x)
+        if form == "update_params":
+            return *jo.update_params(tx, grads, state, params), value
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state, value
+
+    return step
+
+
+@pytest.mark.parametrize(
+    ("body", "form"), [(body, "update_params") for body in BODIES] + [("no load", "update"), ("a cast", "update")]
+)
+def test_a_model_loads_rows(body, form):
+    """Both scans load the rows of the layers, and the one that makes the gradients stores them."""
+    own, resident = BODIES[body]
+    sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    rng = np.random.default_rng(0)
+    whole = {"layers": rng.normal(size=(4, 128, 128)) / 16, "head": rng.normal(size=(128, 8))}
+    params = jax.device_put(jax.tree.map(jnp.float32, whole), sharding)
+    x = jax.device_put(jnp.asarray(rng.normal(size=(8, 128)), jnp.float32), sharding)
+    there = {"layers": to_host(params["layers"]), "head": params["head"]}
+    loss = functools.partial(loss_of, own)
+    if body == "another load of the whole":
+        loss = lambda params, x: loss_of(plain, jo.to_device(params), x)  # noqa: E731
+    tx = jo.offload(ADAMW)
+    want, got = (params, ADAMW.init(params)), (there, tx.init(params))
+    plain_step = jax.jit(trained(ADAMW, functools.partial(loss_of, resident), "update"))
+    step = jo.jit(trained(tx, loss, form), donate_argnums=(0, 1))
+    table = jo.placement(step, *got, x)
+    (row,) = (leaf for leaf in table.leaves if leaf.path == "[0]['layers']")
+    assert "4 rows, in the scan that reads the parameters; then 4 rows, in the scan that makes" in row.streams, table
+    for _ in range(3):
+        *want, value = plain_step(*want, x)
+        *got, own_value = step(*got, x)
+        assert_close([*got, own_value], [*want, value], 1e-5)
+        assert kinds(got[0]) == [DEVICE, HOST]
+        assert kinds(got[1]) == kinds(tx.init(params))

@@ -88,18 +88,6 @@ def test_placement_looks_into_what_stands_around(around):
     assert [leaf.streams for leaf in table.leaves if leaf.host] == [f"whole, 2 leaves together{often}"] * 6
 
 
-def test_transfers_and_updates_have_the_leafs_name():
-    params = model()
-    for window in (None, 100, 10**6):  # apart, in chunks, whole
-        tx = jo.offload(optax.adamw(1e-2), min_bytes=0, window=window)
-        traced = jax.jit(tx.update).trace(params, tx.init(params), params)
-        text = traced.lower(lowering_platforms=("cuda",)).as_text(debug_info=True)
-        for what in "prefetch", "write-back":
-            for leaf in "0/mu/a", "0/nu/b", "0/mu/c":
-                assert f"jax_offload/{what}/{leaf}" in text
-        assert "jax_offload/update/0/mu/a" in text
-
-
 def test_a_learning_rate_from_outside_is_no_constant_of_the_equation():
     params = model()
     state = TX.init(params)

@@ -12,8 +12,7 @@ import optax
 import pytest
 
 import jax_offload as jo
-from jax_offload._drive import stages
-from jax_offload._plan import transfers as by_rows
+from tests.support.sizes import set_sizes
 from tests.support.trees import assert_same
 
 pytestmark = [
@@ -62,8 +61,8 @@ def step_of(tx, loss=loss):
 def test_values_on_disk(part, group, order, disk, monkeypatch):
     """Each step against plain optax from the same state. Small leaves on the device are updated beside the groups."""
     if part is not None:
-        monkeypatch.setattr(by_rows, "PART_BYTES", part)
-    monkeypatch.setattr(stages, "GROUP_BYTES", group)
+        set_sizes(monkeypatch.setattr, part=part)
+    set_sizes(monkeypatch.setattr, group=group)
     tx, params = jo.offload(ADAMW, min_bytes=2048, disk=disk, order=order), model()
     step, plain, state = jo.jit(step_of(tx), donate_argnums=(0, 1)), jax.jit(step_of(ADAMW)), tx.init(params)
     for _ in range(4):

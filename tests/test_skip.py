@@ -95,17 +95,6 @@ def test_a_resident_state_moves_even_in_a_skipped_step():
             assert same == skip
 
 
-def test_updates_of_another_dtype_than_the_gradients():
-    tx, params = OFFLOADS["masters"], parameters(jnp.bfloat16)
-    state = tx.init(params)
-    for skip in True, False:
-        updates, _ = jax.jit(lambda s, skip: tx.update(gradients(params), s, params, skip=skip))(state, skip)
-        assert updates["layers"].dtype == jnp.float32
-        assert bool(jnp.any(updates["layers"])) != skip
-    wanted, _ = jax.jit(lambda s: tx.update(gradients(params), s, params))(state)
-    np.testing.assert_allclose(updates["layers"], wanted["layers"], rtol=1e-6, atol=1e-9)
-
-
 def test_bad_input():
     tx, params = OFFLOADS["adamw"], parameters()
     state = tx.init(params)

@@ -109,7 +109,7 @@ def test_every_page_has_its_words():
 def test_the_readme(capsys):
     found = run("README.md", {})
     assert found["state"][1][0].mu["layers"].sharding.memory_kind == "pinned_host"
-    assert int(found["state"][1][0].count) == 4
+    assert int(found["state"][1][0].count) == 5
     assert "resident" in capsys.readouterr().out
 
 

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec
 import jax_offload as jo
 from tests.support.trees import assert_same, copied, shardings_in
 
-pytestmark = pytest.mark.oldest("wrappers around an offload")
+OLDEST = pytest.mark.oldest("wrappers around an offload")
 
 INNER = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-2))
 MOVED = re.compile(r"6 leaves of the optimizer state .* were in host memory and arrive at update in device memory")
@@ -65,6 +65,7 @@ LOOKS = {
 }
 
 
+@OLDEST
 @pytest.mark.parametrize("look", LOOKS.values(), ids=LOOKS)
 def test_multi_steps_around_is_refused(look):
     """It selects between the old state and the new one where both are whole; inside, it streams."""
@@ -102,6 +103,7 @@ def test_a_state_that_was_moved_is_named():
     assert warnings_of(lambda: step_of(tx)(trained, jo.to_device(state), BATCHES[2]))
 
 
+@OLDEST
 def test_a_state_that_was_moved_is_named_without_jit():
     tx, tree = jo.offload(INNER, min_bytes=0), params()
     state = tx.init(tree)
@@ -114,6 +116,7 @@ def replicated(tree):
     return jax.tree.map(lambda x: jnp.stack([np.asarray(x)] * 8), tree)
 
 
+@OLDEST
 def test_pmap_is_told_of():
     """It returns all of a state in device memory, as a ``jit`` does whose ``out_shardings`` name none."""
     tx, tree = jo.offload(INNER, min_bytes=0), replicated(params())
@@ -134,6 +137,7 @@ def test_pmap_of_what_stays_on_the_device_works():
     assert_same(results, jax.pmap(INNER.update)(tree, state, tree), "update")
 
 
+@OLDEST
 def test_shard_map_is_not_taken_for_pmap():
     tx, tree = jo.offload(INNER, min_bytes=0), params()
     mesh = jax.make_mesh((8,), ("i",))
@@ -143,6 +147,7 @@ def test_shard_map_is_not_taken_for_pmap():
     assert at_home(state)
 
 
+@OLDEST
 def test_what_only_looks_is_no_state_that_was_moved():
     tree = params()
     for look in (
@@ -179,6 +184,7 @@ def anywhere(tree):
     return jax.tree.map(lambda _: jax.sharding.NamedSharding(mesh, PartitionSpec()), tree)
 
 
+@OLDEST
 @pytest.mark.parametrize(
     ("way", "jit"),
     [("out", jo.jit), ("init and out", jax.jit), ("move", jax.jit), ("init and move", jo.jit),

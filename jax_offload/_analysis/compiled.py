@@ -7,7 +7,6 @@ A driven step, whose update runs on the host's cores or whose state is on disk, 
 from __future__ import annotations
 
 import dataclasses
-import functools
 import re
 from collections.abc import Mapping, Sequence, Set
 from typing import Any
@@ -36,6 +35,7 @@ from jax_offload._interop.jit import Jitted, compiler_options, options_for_sendi
 from jax_offload._interop.pipelined import Pipelined
 from jax_offload._interop.rotated import names_of
 from jax_offload._report.callables import jitted, opened
+from jax_offload._step.rewritten import rewritten
 
 SAYS = (
     "jo.jit drives this step in several programs, as the host's cores update a part of the state, or it is on disk. "
@@ -139,7 +139,7 @@ def compiled(step: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], target
         return _first_program(step, given, whole, to)
     as_written = whole
     if isinstance(step, Jitted):  # which takes updates apart
-        written = functools.wraps(step.__wrapped__)(lambda *args, **kwargs: step.__wrapped__(*args, **kwargs))
+        written = rewritten(step.__wrapped__, as_written=True)
         with described():
             as_written = jax.jit(written, **step._options).trace(*args, **kwargs)
     arguments = _given(whole, kept_on_host(as_written.jaxpr))

@@ -1,14 +1,15 @@
 """Facts about a trace that its arguments do not show: the one context variable of the package.
 
 ``init`` and ``update`` have optax's arguments, and what stands between a caller and an ``offload``, a chain, a ``cond``
-or ``optax.MultiSteps``, hands on no others. So four things reach an ``offload`` from the side:
+or ``optax.MultiSteps``, hands on no others. So five things reach an ``offload`` from the side:
 
 * how the parameters are sharded. With Auto axes no type tells, and a constraint that did would be in the program and
   would be lost at the next branch, whose operands are new variables;
 * whether the traced function is going to run. A description may neither warn nor be remembered like a step, and what
   each ``offload`` remembers is its own: nobody else can put it back;
 * whether an ``offload`` traces its inner optimizer, which must not hold another one;
-* whether a recipe around it gathers what ZeRO-1 divides.
+* whether a recipe around it gathers what ZeRO-1 divides;
+* which values the step has loaded from host memory, where a model computes with parameters that live there.
 """
 
 from __future__ import annotations
@@ -48,6 +49,8 @@ class Around:
       within_offload: whether an ``offload`` traces its inner optimizer.
       gathered: the options of each ``offload`` whose divided updates a recipe around it gathers; ``None``: each gathers
         its own.
+      loaded: the values on the device that the step has loaded, each with its origin in host memory; ``None``: it
+        loads what it needs by itself.
     """
 
     shardings: Shardings | None = None
@@ -55,6 +58,7 @@ class Around:
     remembers: bool = True
     within_offload: bool = False
     gathered: list[Any] | None = None
+    loaded: list[tuple[Any, Any]] | None = None
 
 
 _AROUND: contextvars.ContextVar[Around] = contextvars.ContextVar("jax_offload_around", default=Around())  # noqa: B039
@@ -96,6 +100,26 @@ def gathering() -> Iterator[list[Any]]:
     options: list[Any] = []
     with _within(gathered=options):
         yield options
+
+
+def loading() -> contextlib.AbstractContextManager[None]:
+    """Inside, a step computes with what ``load`` returns, and an update streams the origins of these values."""
+    return _within(loaded=list[tuple[Any, Any]]())
+
+
+def load(x: Any) -> Any:
+    """Return ``x`` on the device; ``from_host`` returns it again."""
+    loaded = _AROUND.get().loaded
+    if loaded is None or not memory.on_host(x):
+        return x
+    loaded.append((memory.to_device(x), x))
+    return loaded[-1][0]
+
+
+def from_host(tree: Any) -> Any:
+    """Return ``tree`` with the values that ``load`` has loaded where they were, in host memory."""
+    origins = {id(x): origin for x, origin in _AROUND.get().loaded or ()}
+    return jax.tree.map(lambda x: origins.get(id(x), x), tree) if origins else tree
 
 
 def check_not_within_offload() -> None:

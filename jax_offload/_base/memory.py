@@ -24,6 +24,11 @@ def is_host_aval(aval: Any) -> bool:
     return private.memory_space_of(aval) == Space.Host
 
 
+def on_device_aval(aval: Any) -> Any:
+    """Return an abstract value as it is once it is on the device."""
+    return aval.update(memory_space=Space.Device) if is_host_aval(aval) else aval
+
+
 def on_host(x: Any) -> bool:
     """Return whether an array or a tracer is in host memory.
 

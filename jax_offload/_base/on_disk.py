@@ -9,11 +9,9 @@ the step; in any other program they are an error when it is lowered.
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
-import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, cast
+from typing import Any
 
 import jax
 import numpy as np
@@ -22,7 +20,7 @@ from jax.extend.core import Primitive
 from jax.sharding import Sharding
 
 from jax_offload._base.arrays import nbytes
-from jax_offload._base.memory import HostStruct, abstract
+from jax_offload._base.memory import HostStruct
 from jax_offload._base.own_primitives import identity_primitive
 from jax_offload._base.private import set_rules, trace_as
 
@@ -44,26 +42,33 @@ class UpdatedFromDisk(ValueError):
         )
 
 
-@dataclasses.dataclass(frozen=True)
-class Place:
-    """The identity of a leaf on disk: its home, its name there, its type, and its place in host memory, if known.
+class Place(HostStruct):
+    """A leaf on disk: its type, with its sharding in host memory if that is known, and its identity.
+
+    To others it is the type of a leaf that belongs in host memory.
 
     Attributes:
       home: the ``jax_offload.disk`` that has it; two are never equal.
+      name: its name there.
       rows: how many rows new files keep together; 0 for all.
     """
 
-    home: Any
-    name: str
-    shape: tuple[int, ...]
-    dtype: np.dtype[Any]
-    sharding: Sharding | None = None
-    rows: int = dataclasses.field(default=0, compare=False)
+    __slots__ = ("home", "name", "rows")
 
-    @property
-    def on_its_way(self) -> Sharding:
-        """The place in host memory of a leaf that was placed."""
-        return cast(Sharding, self.sharding)
+    def __init__(
+        self, home: Any, name: str, shape: tuple[int, ...], dtype: Any, sharding: Sharding | None = None, rows: int = 0
+    ) -> None:
+        super().__init__(shape, dtype, sharding=sharding)
+        self.home, self.name, self.rows = home, name, rows
+
+    def at(self, sharding: Sharding) -> Place:
+        return Place(self.home, self.name, self.shape, self.dtype, sharding, self.rows)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Place) and (self.home, self.name) == (other.home, other.name) and super().__eq__(other)
+
+    def __hash__(self) -> int:
+        return hash((self.name, super().__hash__()))
 
     def __str__(self) -> str:
         return f"{self.name}: {self.dtype}{list(self.shape)}"
@@ -86,7 +91,7 @@ def _refusing(name: str) -> Callable[..., Any]:
 
 
 class _Typed:
-    """What tells the type of a leaf on disk."""
+    """The attributes that tell the type of a leaf on disk."""
 
     __slots__ = ("place",)
     place: Place
@@ -101,11 +106,11 @@ class _Typed:
 
     @property
     def ndim(self) -> int:
-        return len(self.place.shape)
+        return self.place.ndim
 
     @property
     def size(self) -> int:
-        return math.prod(self.place.shape)
+        return self.place.size
 
     @property
     def nbytes(self) -> int:
@@ -177,7 +182,7 @@ class OnDisk(_Typed):
     @property
     def sharding(self) -> Sharding:
         """The place of its values in host memory, on their way to the devices and back."""
-        return self.place.on_its_way
+        return self.place.sharding
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray[Any, Any]:
         found = self.read()
@@ -213,16 +218,6 @@ for _class, _allowed in (Token, {*vars(Token)}), (OnDisk, {*vars(OnDisk)} | _LOO
 
 def is_on_disk(x: Any) -> bool:
     return isinstance(x, OnDisk)
-
-
-class OnDiskStruct(HostStruct):
-    """The type of a leaf that belongs on disk, with its ``place``. To others it is one that belongs in host memory."""
-
-    __slots__ = ("place",)
-
-    def __init__(self, x: jax.ShapeDtypeStruct, place: Place) -> None:
-        super().__init__(x.shape, x.dtype, sharding=x.sharding, weak_type=x.weak_type)
-        self.place = place
 
 
 def opened(state: Any) -> tuple[Any, Callable[[Any], Any]]:
@@ -293,7 +288,7 @@ IN_MEMORY = (
 READ, WRITE = Primitive("jax_offload_read"), Primitive("jax_offload_write")
 READ.def_impl(_refuse)
 WRITE.def_impl(_refuse)
-READ.def_abstract_eval(lambda token, place: jax.typeof(abstract(place.shape, place.dtype, place.on_its_way)))
+READ.def_abstract_eval(lambda token, place: jax.typeof(place))
 WRITE.def_abstract_eval(lambda x, place: jax.typeof(np.zeros((), TOKEN)))
 for _primitive in READ, WRITE:
     set_rules(_primitive, lower=_refuse, jvp=_refuse, batch=_refuse)
@@ -323,7 +318,7 @@ def read_into(
       read: returns the values of the leaves of these numbers, in place if they belong in memory.
       homes: disks whose files are made even if no leaf belongs there.
     """
-    places = {k: like.place for k, like in enumerate(target) if isinstance(like, OnDiskStruct)}
+    places = {k: like for k, like in enumerate(target) if isinstance(like, Place)}
     rest = [k for k in range(len(target)) if k not in places]
     found = dict(zip(rest, read(rest), strict=True))
     for home in dict.fromkeys([*homes, *(place.home for place in places.values())]):
@@ -343,10 +338,11 @@ def brought(leaves: Sequence[Any], types: Callable[[], Sequence[Any]]) -> list[A
 
     def moved(x: Any, like: Any) -> Any:
         x = x.read(x.sharding) if is_on_disk(x) else x
-        return x if isinstance(like, OnDiskStruct) else jax.device_put(x, like.sharding)
+        return x if isinstance(like, Place) else jax.device_put(x, like.sharding)
 
     def where(x: Any) -> Any:
-        return (x.place.home, x.place.name) if isinstance(x, OnDisk | OnDiskStruct) else None
+        place = x.place if is_on_disk(x) else x
+        return (place.home, place.name) if isinstance(place, Place) else None
 
     if [*map(where, leaves)] == [*map(where, target)]:  # already in place, so no file changes
         return [x if is_on_disk(x) else moved(x, like) for x, like in zip(leaves, target, strict=True)]

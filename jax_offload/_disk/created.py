@@ -19,7 +19,7 @@ from jax_offload._disk.disk import Disk
 from jax_offload._ir.program import flat, structure, without_round_trips
 from jax_offload._ir.propagate import needed_for
 from jax_offload._ir.slices import slice_of
-from jax_offload._placement.placement import Leaf, Policy, place
+from jax_offload._placement.placement import Leaf, Policy
 from jax_offload._plan.transfers import rows_in_part
 from jax_offload._step.cut import unguarded
 
@@ -55,11 +55,10 @@ def places_of(given: Any, plan: Sequence[Leaf], leaves: Sequence[Any]) -> list[P
     ]
 
 
-def refused(state: Any, policy: Policy, params: Any) -> Any:
-    """Make the state of a traced ``init`` an error when it is lowered, as no program makes files."""
-    leaves, treedef = jax.tree.flatten(state)
-    rows = place(policy, state, params)
-    return jax.tree.unflatten(treedef, [only_outside(x) if r.disk else x for x, r in zip(leaves, rows, strict=True)])
+def refused(state: Any, plan: Sequence[Leaf]) -> Any:
+    """Make each leaf of a traced ``init`` that belongs in files an error when it is lowered: no program makes files."""
+    rows = iter(plan)
+    return jax.tree.map(lambda x: only_outside(x) if next(rows).disk else x, state)
 
 
 def created(

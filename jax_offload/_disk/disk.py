@@ -237,7 +237,7 @@ class Disk:
             self._let_go()
             raise
         self.advance()
-        return [self.handle(each.name, each.on_its_way) for each in leaves]
+        return [self.handle(each.name, each.sharding) for each in leaves]
 
     def _began(self, store: Store) -> None:
         self._opened, self._leaves = store, stored_in(store.entries)
@@ -451,7 +451,7 @@ def _check_leaves(leaves: Sequence[Place]) -> None:
                 "path. Fix: give the children of each pytree node keys of their own "
                 "(jax.tree_util.register_pytree_with_keys)."
             )
-        if (on := {d.process_index for d in leaf.on_its_way.device_set}) != everyone:
+        if (on := {d.process_index for d in leaf.sharding.device_set}) != everyone:
             raise ValueError(
                 f"disk: {leaf.name} is on devices of {len(on)} of the {len(everyone)} processes, {sorted(on)}, and "
                 "their files hold one state. Fix: parameters on a mesh of all devices, jax.make_mesh(...)."

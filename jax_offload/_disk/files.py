@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import contextlib
 import errno
 import mmap
@@ -118,8 +119,8 @@ class Buffers:
             while self._returned:
                 self._free.append(self._returned.popleft())
             self._free.sort(key=len)
-            fits = [k for k, found in enumerate(self._free) if len(found) >= nbytes]
-            found = self._free.pop(fits[0] if fits else -1) if self._free else None
+            k = bisect.bisect_left(self._free, nbytes, key=len)
+            found = self._free.pop(min(k, len(self._free) - 1)) if self._free else None
         if found is None or len(found) < nbytes:
             found = _mapped(nbytes)  # instead of the largest of those that are too small
         lent = np.frombuffer(found, np.uint8)  # NumPy makes this array the base of every view

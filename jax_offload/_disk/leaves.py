@@ -68,7 +68,7 @@ class Stored:
 
     @property
     def ends(self) -> Ends:
-        """Where the ranges end, in rows of each device's part."""
+        """The rows of each device's part at which the ranges end."""
         return tuple(sorted({(box[0][1] - 1) % self.rows + 1 for box in self.boxes}))
 
     def shape_of(self, rows: Range | None) -> tuple[int, ...]:
@@ -100,12 +100,12 @@ def stored_in(entries: Iterable[Entry]) -> dict[str, Stored]:
 
 def entries_of(leaf: Place) -> list[Entry]:
     """Make the entries of a leaf for new files: one for each range of each box."""
-    shards = shards_of(leaf.on_its_way, leaf.shape)[0]
+    shards = shards_of(leaf.sharding, leaf.shape)[0]
     size = leaf.shape[0] // shards
     step = max(1, leaf.rows // shards if leaf.rows else size)
     found = list[Entry]()
     for begin in range(0, size, step):
-        for (first, _), *rest in boxes_of(leaf.on_its_way, leaf.shape):
+        for (first, _), *rest in boxes_of(leaf.sharding, leaf.shape):
             shape = (min(step, size - begin), *shape_of(tuple(rest)))
             at = (first + begin, *(start for start, _ in rest))
             found.append(Entry(leaf.name, shape, leaf.dtype.name, at, leaf.shape, size))
@@ -249,8 +249,9 @@ def unpacked(
             shape, dtype = tuple(row["shape"]), np.dtype(row["dtype"])
             if "key" not in row:
                 checked(path, like, jax.ShapeDtypeStruct(shape, dtype))
-            boxes = {f"{name}.{k}": tuple(map(tuple, box)) for k, box in enumerate(row.get("parts", ()))}
-            boxes = boxes or {name: box_of_shape(shape)}  # what this process had, or the whole
+            boxes = {name: box_of_shape(shape)}
+            if "parts" in row:  # of this process
+                boxes = {f"{name}.{k}": tuple(map(tuple, box)) for k, box in enumerate(row["parts"])}
             arrays = {box: np.frombuffer(beside[k].tobytes(), dtype).reshape(shape_of(box)) for k, box in boxes.items()}
             x = placed(path, [*arrays.items()], shape, place)
             x = checked(path, like, jax.random.wrap_key_data(jnp.asarray(x), impl=row["key"])) if "key" in row else x

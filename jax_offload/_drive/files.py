@@ -70,7 +70,7 @@ class OnFiles:
         """
         found = dict[Var, Sharding]()
         for v, (_, leaf) in self.reads.items():
-            found[v] = leaf.on_its_way
+            found[v] = leaf.sharding
             if len(devices) == 1:
                 (device,) = devices
                 alone = SingleDeviceSharding(device, memory_kind=HOST_KIND)

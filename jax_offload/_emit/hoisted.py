@@ -1,4 +1,4 @@
-"""A scan with the update of stacked leaves inside, row by row.
+"""A scan with the update of stacked leaves inside, row by row, or only with loads of the rows that it reads.
 
 *Behind*: iteration i makes the gradient of layer i and updates it at its end, with state that the iteration before has
 loaded; the new state is stored by the iteration after it.
@@ -147,10 +147,10 @@ class Emitter:
         return {v: fed[v] for v in self.fed.values()}
 
     def reread(self, place: int, own: Values, numbers: Any) -> Any:
-        """Rows of one of the scan's ``xs``, computed from operands' rows."""
+        """Rows of one of the scan's ``xs``, computed from the rows of leaves that move and of other operands."""
         each = self.plan.reread[place]
         given = [own[v] for v in each.slice.inputs]
-        (x,) = run_chunk(each.slice.jaxpr, each.how.dims, each.how.where, numbers, *given)
+        (x,) = run_chunk(each.slice.core.jaxpr, each.how.dims, each.how.where, numbers, *given)
         return x
 
     def phases(self, hand: Hand, inner: Values, stored: Any, then: Any) -> Values:
@@ -252,8 +252,8 @@ class Emitter:
             (*xs, carried) = together([*fed.values(), *hand.new.values(), carried])
             fed, hand.new = dict(zip(fed, xs, strict=False)), dict(zip(hand.new, xs[len(fed) :], strict=True))
             rows |= {place: jax.lax.squeeze(fed[v], (0,)) for place, v in self.fed.items()}
-        again = plan.reread if plan.nest is None else ()
-        rows |= {place: jax.lax.squeeze(self.reread(place, own, i[None]), (0,)) for place in again}
+        given, again = own | hand.loaded, plan.reread if plan.nest is None else ()
+        rows |= {place: jax.lax.squeeze(self.reread(place, given, i[None]), (0,)) for place in again}
         program = plan.body.program
         operands = [*program.consts, *consts, *carried, *(rows[j] for j in range(len(scan.xs)))]
         inner: Values = dict(zip(program.inputs, operands, strict=True))

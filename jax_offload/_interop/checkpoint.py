@@ -210,15 +210,12 @@ def _stored_sums(metadata: Any, folder: Any) -> dict[str, int] | None:
 
 
 def _with_host_copies(tree: Any) -> Any:
-    leaves, treedef = jax.tree.flatten(tree)
-    on_host = [isinstance(x, jax.Array) and memory.on_host(x) for x in leaves]
-    host = [x for x, is_host in zip(leaves, on_host, strict=True) if is_host]
+    host = [x for x in jax.tree.leaves(tree) if memory.on_host(x)]
     for platform in {next(iter(x.sharding.device_set)).platform for x in host}:
         wait = "pass copy=False and call manager.wait_until_finished() before the next step"
         memory.check_host_pool(host + host, platform, "save_args(): the state with its copy", wait)
     copies = iter(jax.block_until_ready([memory.copy_on_host(x) for x in host]))
-    leaves = [next(copies) if is_host else x for x, is_host in zip(leaves, on_host, strict=True)]
-    return jax.tree.unflatten(treedef, leaves)
+    return jax.tree.map(lambda x: next(copies) if memory.on_host(x) else x, tree)
 
 
 def _path(manager: Any, step: int) -> Any:
@@ -348,18 +345,19 @@ def read_late(ocp: Any, tree: Any) -> Any:
       ValueError: this version of orbax would write other values.
     """
 
-    def sharded(x: Any) -> bool:
-        return is_on_disk(x) and not x.sharding.is_fully_addressable
+    def handed(x: Any) -> Any:
+        if not is_on_disk(x):
+            return x
+        if not x.sharding.is_fully_addressable:
+            return x.read(x.sharding)
+        if not _works(ocp):
+            raise ValueError(
+                "jo.save_args: leaves of the state are on disk, and this orbax does not read them when it writes them. "
+                "Fix: disk.commit(step, tree) saves the state where it is; jo.restore(disk, target) reads that."
+            )
+        return late(x)
 
-    tree = jax.tree.map(lambda x: x.read(x.sharding) if sharded(x) else x, tree, is_leaf=is_on_disk)
-    if not any(map(is_on_disk, jax.tree.leaves(tree, is_leaf=is_on_disk))):
-        return tree
-    if not _works(ocp):
-        raise ValueError(
-            "jo.save_args: leaves of the state are on disk, and this orbax does not read them when it writes them. "
-            "Fix: disk.commit(step, tree) saves the state where it is; jo.restore(disk, target) reads that."
-        )
-    return jax.tree.map(lambda x: late(x) if is_on_disk(x) else x, tree, is_leaf=is_on_disk)
+    return jax.tree.map(handed, tree, is_leaf=is_on_disk)
 
 
 def sums_of(leaves: list[Any]) -> list[int]:

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
 from jax_offload._base.arrays import is_array
-from jax_offload._base.jaxprs import MATMULS, Equation, Var, holds, jaxpr_of, values_of, variables
+from jax_offload._base.jaxprs import MATMULS, Equation, Var, holds, values_of, variables
 from jax_offload._base.memory import HOST_KIND, abstract, in_its_memory, is_host_aval, with_kind
 from jax_offload._base.on_disk import is_on_disk
 from jax_offload._base.shardings import constrained, typed_sharding
@@ -23,6 +23,7 @@ from jax_offload._ir.program import flat
 from jax_offload._ir.propagate import Mask, made_of, needed_for, union
 from jax_offload._step.canonical import dereferenced
 from jax_offload._step.cut import Cut, cut_step
+from jax_offload._step.loaded import traced_step
 from jax_offload._step.returned import UPDATED, origins_of, unreturned
 
 Values = dict[str, Any]
@@ -61,7 +62,7 @@ class Rotated:
             own = dict(zip(carried, jax.tree.unflatten(self._treedef, leaves), strict=True))
             return step(own | jax.tree.unflatten(rest_tree, arrays))
 
-        closed, result_tree = jaxpr_of(call, [in_its_memory(x) for x in leaves], arrays)
+        closed, result_tree = traced_step(call, [in_its_memory(x) for x in leaves], arrays)
         program = dereferenced(flat(closed, any_jit=True), any_jit=True)
         inputs = program.inputs[len(program.consts) :]
         own, given = inputs[: len(leaves)], inputs[len(leaves) :]

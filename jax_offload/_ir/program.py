@@ -314,6 +314,16 @@ def _is_move(eqn: Equation) -> bool:
     return eqn.primitive.name == "device_put" and all(isinstance(d, Space) for d in eqn.params["devices"])
 
 
+def is_load(eqn: Equation) -> bool:
+    """Whether an equation moves a value from host memory to the device."""
+    return _is_move(eqn) and is_host_aval(eqn.invars[0].aval) and not is_host_aval(eqn.outvars[0].aval)
+
+
+def is_store(eqn: Equation) -> bool:
+    """Whether an equation moves a value from the device to host memory."""
+    return _is_move(eqn) and is_host_aval(eqn.outvars[0].aval) and not is_host_aval(eqn.invars[0].aval)
+
+
 def _run_once(eqn: Equation) -> ClosedJaxpr | None:
     """The jaxpr that an equation runs once, where its inputs and results are the equation's."""
     inner = [] if eqn.primitive.name in ("cond", "while", "scan") else inner_of(eqn)

@@ -57,9 +57,9 @@ def check_not_in_multi_steps(tx: Any, state: Any) -> None:
 
 def check_params(params: Any) -> None:
     """Raise ``ValueError`` for a state in the parameters' place, and ``TypeError`` for a leaf that is not an array."""
-    nodes = jax.tree_util.tree_flatten_with_path(params, is_leaf=_is_state)[0]
+    nodes = jax.tree_util.tree_flatten_with_path(params, is_leaf=is_state)[0]
     for path, x in nodes:
-        if _is_state(x):
+        if is_state(x):
             where = f" in {keystr(path)}" if path else ""
             raise ValueError(
                 f"params: expected the parameters, and there is an optimizer's state{where}, a {type(x).__name__}. "
@@ -73,7 +73,7 @@ def check_params(params: Any) -> None:
             )
 
 
-def _is_state(x: Any) -> bool:
+def is_state(x: Any) -> bool:
     """Return whether ``x`` is a state of optax or of this package; optax names its trees of parameters otherwise."""
     kind = type(x)
     known = kind.__module__.partition(".")[0] in ("optax", "jax_offload")

@@ -165,8 +165,7 @@ class Hoist:
         moved |= {id(eqn) for eqn in self.nest.merging} if self.nest else set()
         kept_ys = tuple(y for y in scan.ys if y in kept)
         plan = InScan(scan, tuple(moves), kept_ys, False, frozenset(moved), nest=self.nest)
-        in_place = {*plan.in_place}
-        again = {k: r for k, x in enumerate(scan.xs) if (r := self._reread(makers, x, in_place))}
+        again = self._reread(makers, {*plan.in_place, *plan.hosts})
         return dataclasses.replace(plan, reread=again), why
 
     def ahead(self) -> tuple[InScan | None, list[str]]:
@@ -218,24 +217,48 @@ class Hoist:
         kept = tuple(scan.ys)
         return InScan(scan, tuple(moves), kept, True, frozenset(moved), frozenset(feeds), fed, nest=self.nest), why
 
-    def _reread(self, makers: Makers, x: Atom, in_place: Set[Var]) -> Planned | None:
-        """How rows of one of the scan's ``xs`` are made of rows of operands that the scan overwrites, if they are."""
-        if isinstance(x, Literal):
-            return None
+    def streaming(self) -> InScan | None:
+        """Plan to load the leaves on the host that the scan reads by rows, where no update moves into it."""
+        again = {} if self.nest else self._reread(made_by(self.program.eqns[: self.at]), set())
+        kept = tuple(y for y in self.scan.ys if not isinstance(y, DropVar))
+        return InScan(self.scan, (), kept, True, frozenset(), reread=again) if again else None
 
-        def dims_of(eqn: Equation, needed: Mapping[Var, Rows | None]) -> Dims | None:
-            return None if any(v in in_place for v in eqn.outvars) else pulled(eqn, needed, self.scan.length)
+    def _reread(self, makers: Makers, moving: Set[Var]) -> dict[int, Planned]:
+        """Map the number of one of the scan's ``xs`` to how its rows are made of rows of leaves that move in the scan:
+        of operands that it overwrites, and of leaves on the host."""
+        found, scan = dict[int, Planned](), self.scan
+        for k, x in enumerate(scan.xs):
+            if isinstance(x, Literal) or is_host_aval(x.aval):
+                continue
+            try:
+                taken, needed = closure(makers, {x: Rows(0)}, lambda eqn, needed: self._remade(eqn, needed, moving))
+            except CannotHoist:
+                continue
+            s = slice_of(taken, [x], self.program.debug_info, self.program.shards)
+            leads = [v for v in s.inputs if v in moving or is_host_aval(v.aval)]
+            large = any(v in moving or nbytes(v.aval) >= scan.length * LEAST_ROW for v in leads)
+            if not large or not all(map(needed.get, leads)) or not s.core.loads.issuperset(s.loads):
+                continue
+            if s.loads and self.nest:  # a group would be loaded as a whole
+                continue
+            rows = needed[leads[0]]
+            if rows is None or any(self._is_divided(v, needed[v]) for v in s.loads):
+                continue
+            dims = tuple(needed[v] for v in s.inputs)
+            how = InIterations(leads[0].aval.shape, rows.dim, dims, (Rows(0),), (None,), ahead=True)
+            found[k] = Planned(s, how, ROWS)
+        return found
 
-        try:
-            taken, needed = closure(makers, {x: Rows(0)}, dims_of)
-        except CannotHoist:
+    def _remade(self, eqn: Equation, needed: Mapping[Var, Rows | None], moving: Set[Var]) -> Dims | None:
+        """Where an equation's operands have their rows, if the rows of its results are to be made again."""
+        if any(v in moving or is_host_aval(v.aval) for v in eqn.outvars):
             return None
-        s = slice_of(taken, [x], self.program.debug_info, {})
-        lead = next((v for v in s.inputs if v in in_place), None)
-        if lead is None or (rows := needed[lead]) is None or any(is_host_aval(v.aval) for v in s.inputs):
-            return None
-        how = InIterations(lead.aval.shape, rows.dim, tuple(needed[v] for v in s.inputs), (Rows(0),), (None,))
-        return Planned(s, how, ROWS)
+        return pulled(eqn, needed, self.scan.length)
+
+    def _is_divided(self, v: Var, d: Rows | None) -> bool:
+        """Whether the rows of a variable are divided between devices."""
+        shards = self.program.shards.get(v)
+        return d is not None and shards is not None and shards[d.dim] > 1
 
     def sums_up(self, gradients: Sequence[Var]) -> str:
         """Say why gradients are sums that the scan carries out of its last iteration; empty where they are not.
@@ -361,7 +384,7 @@ class Hoist:
             raise CannotHoist(
                 "a branch of its update loads or stores it, and the other does not; choose with jnp.where"
             )
-        if any(program.shards[v][d.dim] > 1 for v, d in needed.items() if isinstance(d, Rows) and v in program.shards):
+        if any(self._is_divided(v, d) for v, d in needed.items()):
             raise CannotHoist("its layers are divided between devices; divide another dimension")
         rows = {v: d for v, d in zip(s.inputs, dims, strict=True) if d is not None}
         lead = max([v for v in rows if v not in scan.ys] or rows, key=lambda v: nbytes(v.aval))

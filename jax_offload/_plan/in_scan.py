@@ -1,10 +1,12 @@
-"""The plan of a scan with updates inside: its iteration in phases, between which transfers change direction."""
+"""The plan of a scan in which leaves move, with or without updates inside: its iteration in phases, between which
+transfers change direction."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
 import itertools
+import math
 from collections.abc import Iterable, Mapping, Sequence
 
 from jax.sharding import NamedSharding
@@ -71,7 +73,7 @@ class Nest:
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class InScan:
-    """A scan, and the updates that move into it, which keep the rows of all arrays apart.
+    """A scan, the updates that move into it, and the parameters on the host that it reads; all keep their rows apart.
 
     Attributes:
       scan: the scan.
@@ -82,8 +84,8 @@ class InScan:
       eqns: the equations that are gone from where they were, by identity.
       feeds: results of the updates that are read, by rows, by the scan alone.
       fed: number of one of the scan's ``xs`` -> the result of an update whose rows it has.
-      reread: number of one of the scan's ``xs`` -> how its rows are made again from rows of parameters, where the scan
-        overwrites these.
+      reread: number of one of the scan's ``xs`` -> how its rows are made of rows of parameters, where these are on the
+        host, or where the scan overwrites them.
       nest: where the updates are in a scan inside the scan, both; ``scan`` is the outer one, flattened.
     """
 
@@ -114,14 +116,18 @@ class InScan:
         moved = [*{tuple(eqn.outvars): eqn for move in self.moves for eqn in move.slice.jaxpr.eqns}.values()]
         scan = [*self.nest.grouping, self.scan.eqn, *self.nest.merging] if self.nest else [self.scan.eqn]
         eqns = [*again, *moved, *scan] if self.ahead else [*again, *scan, *moved]
-        return slice_of(eqns, self.makes, self.moves[0].slice.jaxpr.debug_info, {})
+        return slice_of(eqns, self.makes, self.scan.body.jaxpr.debug_info, {})
 
     @property
     def planned(self) -> list[Planned]:
-        """The updates inside; their window is three rows of each leaf."""
-        row = sum(move.slice.loaded_bytes for move in self.moves) // self.scan.length
+        """The updates inside, and the loads of what is only read; their window is three rows of each leaf."""
+        updated = {v for move in self.moves for v in move.slice.loads}
+        only_read = [each for each in self.reread.values() if not updated.issuperset(each.slice.loads)]
+        found = [*self.moves, *only_read]
+        shards = {v: each.slice.shards.get(v, ()) for each in found for v in each.slice.loads}
+        row = sum(nbytes(v.aval) // math.prod(parts) for v, parts in shards.items()) // self.scan.length
         window = Window(3 * row, "the rows of an iteration, of the one before and of the one after it")
-        return [dataclasses.replace(move, window=window) for move in self.moves]
+        return [dataclasses.replace(each, window=window) for each in found]
 
     @property
     def makes(self) -> list[Var]:
@@ -198,9 +204,14 @@ class InScan:
     def _in_turn(self) -> tuple[Groups, Phases]:
         """Divide the leaves into two groups, or into three if the link then waits less.
 
-        With three equal leaves, such as masters and two moments, two would go one way while one goes the other.
+        With three equal leaves, such as masters and two moments, two would go one way while one goes the other. What is
+        only loaded takes all of the iteration.
         """
         body = flat((self.nest.inner if self.nest else self.scan).body, opens=lambda _: True)
+        if not self.stored:
+            found = phases(body, [1])
+            assert found is not None  # of one there always is
+            return [self.hosts], found
         two, three = _balanced(self.hosts, 2), _balanced(self.hosts, 3)
         gains = sum(self._times(three)) < LEAST_GAIN * sum(self._times(two))
         if gains and (found := phases(body, self._times(three))) is not None:

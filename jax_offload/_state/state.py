@@ -23,7 +23,7 @@ from jax_offload._base.around import described
 from jax_offload._base.arrays import is_like
 from jax_offload._base.donation import guarded
 from jax_offload._base.jaxprs import Literal, jaxpr_of
-from jax_offload._base.on_disk import OnDiskStruct, brought, check_in_memory, is_on_disk
+from jax_offload._base.on_disk import brought, check_in_memory, is_on_disk
 from jax_offload._base.own_primitives import marks_in
 from jax_offload._base.paths import leaves_with_paths, owners
 from jax_offload._base.shardings import is_explicit, sharding_of, shards_of, typed_sharding, without_axes
@@ -293,12 +293,12 @@ def params_like(tx: optax.GradientTransformation, state: Any, *, plain: bool = F
 
 def abstract_leaves(leaves: Iterable[tuple[Leaf, Any, Sharding]]) -> list[Any]:
     """Return the leaves of ``abstract_state`` for the result of ``placed_leaves``."""
-
-    def one(leaf: Leaf, x: Any, sharding: Sharding) -> Any:
-        found = memory.abstract(x.shape, x.dtype, sharding, weak_type=getattr(x, "weak_type", False))
-        return found if leaf.place is None else OnDiskStruct(found, leaf.place)
-
-    return [one(*each) for each in leaves]
+    return [
+        memory.abstract(x.shape, x.dtype, s, weak_type=getattr(x, "weak_type", False))
+        if leaf.place is None
+        else leaf.place
+        for leaf, x, s in leaves
+    ]
 
 
 def placed_leaves(
@@ -326,7 +326,7 @@ def placed_leaves(
         spec = f"P({', '.join(map(repr, sharding.spec))})" if isinstance(sharding, NamedSharding) else ""
         shard_bytes = leaf.nbytes // math.prod(shards_of(sharding, aval.shape))
         sharding = memory.with_kind(sharding, memory.HOST_KIND if leaf.host or leaf.disk else memory.DEVICE_KIND)
-        place = leaf.place and dataclasses.replace(leaf.place, sharding=sharding)
+        place = None if leaf.place is None else leaf.place.at(sharding)
         leaf = dataclasses.replace(leaf, sharding=f"{spec}{note}", shard_bytes=shard_bytes, place=place)
         placed.append((leaf, aval, sharding))
     return placed, treedef

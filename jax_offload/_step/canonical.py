@@ -2,6 +2,7 @@
 
 - Mutable arrays whose life is inside the step become values.
 - A loop that takes its layers by their numbers, and sums their gradients up, becomes a scan over stacked layers.
+- Rows that a scan loads from host memory, or stores there, move as a whole before it, or after it.
 - A scan over layers that the step itself has stacked becomes the layers one after the other.
 - Two scans over the same layers, of which none needs the other, become one scan.
 - An update of gradients that a ``shard_map`` makes moves into it.
@@ -42,25 +43,27 @@ from jax_offload._base.jaxprs import (
     variables,
     without_dead_code,
 )
-from jax_offload._base.memory import is_host_aval
+from jax_offload._base.memory import is_host_aval, on_device_aval, to_device, to_host
 from jax_offload._base.private import without_references
 from jax_offload._base.shardings import names_in, typed_sharding
 from jax_offload._emit.find import holds_update, is_update
 from jax_offload._emit.region import Update, bound
 from jax_offload._ir.branches import choice
-from jax_offload._ir.primitives import is_cheap, is_loop
+from jax_offload._ir.primitives import ELEMENTWISE, SHAPES, is_cheap, is_loop
 from jax_offload._ir.program import (
     Builder,
     Program,
     as_program,
     flat,
+    is_load,
+    is_store,
     rebuilt,
     replaced,
     traced_for,
     without_round_trips,
 )
 from jax_offload._ir.propagate import needed_for
-from jax_offload._ir.slices import slice_of
+from jax_offload._ir.slices import Slice, slice_of
 from jax_offload._step.inlined import consisting_of, equation_of, localised, with_program
 
 _MOST_UNROLLED = 256
@@ -70,7 +73,7 @@ def canonical(program: Program) -> Program:
     """Return the step's program in the one form, with the same inputs and results."""
     program = always_updating(dereferenced(program))
     for at in [k for k, eqn in enumerate(program.eqns) if eqn.primitive.name == "scan"][::-1]:
-        program = _by_rows(program, at)
+        program = _moved_as_a_whole(_by_rows(program, at), at)
     return _joined(_unrolled(program))
 
 
@@ -380,6 +383,104 @@ def _over_rows(
         return [*(found[k] for k in range(m)), *ys[: len(ys) - len(summed)]]
 
     return traced_for(eqn, run)
+
+
+# Rows in host memory -------------------------------------------------------------------------------------------------
+
+
+def _moved_as_a_whole(program: Program, at: int) -> Program:
+    """Take the moves of rows between memories out of equation ``at``, a scan, and the rows of leaves that it hands on.
+
+    No step should load its parameters as a whole before the passes, but in this form a plan sees which rows a scan
+    reads.
+    """
+    scan = scan_of(program.eqns[at])
+    assert scan is not None
+    loaded = _loaded(program.eqns[:at])
+    of_leaves = [k for k, x in enumerate(scan.xs) if isinstance(x, Var) and (is_host_aval(x.aval) or x in loaded)]
+    if not of_leaves and not any(is_host_aval(y.aval) for y in scan.ys):
+        return program
+    body, m = flat(scan.body, opens=lambda _: True), len(scan.init)
+    rows = body.inputs[len(body.inputs) - len(scan.xs) :]
+    on_device = {v: Var(on_device_aval(v.aval)) for k in of_leaves if is_host_aval((v := rows[k]).aval)}
+    new = _without_loads(body, on_device)
+    outputs = [] if new is None else new.read(body.outputs)
+    if new is None or [is_host_aval(v.aval) for v in outputs[:m]] != [is_host_aval(v.aval) for v in body.outputs[:m]]:
+        return program
+    row_of, cheap = {on_device.get(rows[k], rows[k]): k for k in of_leaves}, set[Var]()
+    stores = dict[Var, Atom]()
+    for eqn in new.eqns:
+        ins = variables(eqn.invars)
+        if eqn.primitive.name == "optimization_barrier":
+            row_of |= {v: row_of[x] for x, v in zip(eqn.invars, eqn.outvars, strict=True) if x in row_of}
+        elif is_store(eqn):
+            stores[eqn.outvars[0]] = eqn.invars[0]
+        elif ins and eqn.primitive.name in ELEMENTWISE | SHAPES and all(v in row_of or v in cheap for v in ins):
+            cheap.update(eqn.outvars)
+    made = list[Atom]()  # the rows that the body still makes
+    again = dict[int, Slice]()  # number of one of the ys -> how it is made of leaves
+    for j, v in enumerate(outputs[m:]):
+        if isinstance(v, Var) and (v in row_of or v in cheap):
+            eqns, _ = needed_for(new.eqns, [v], through=lambda eqn: cheap.issuperset(eqn.outvars))
+            again[j] = slice_of(eqns, [v], body.debug_info, {})
+        else:
+            made.append(stores.get(v, v) if isinstance(v, Var) else v)
+    if any(is_host_aval(v.aval) for v in made) or not (on_device or again or stores):
+        return program
+    results = [*outputs[:m], *made]
+    eqns, _ = needed_for(new.eqns, variables(results), kept=lambda eqn: bool(eqn.effects))
+    inputs = [on_device.get(v, v) for v in body.inputs]
+    run_body = jax_fun(dataclasses.replace(body, inputs=inputs, outputs=results, eqns=eqns).closed)
+
+    def run(*operands: Any) -> list[Any]:
+        consts, init, xs = scan.parted(operands)
+        wholes = [to_device(x) for x in xs]
+        carry, ys = scan.run(run_body, [*body.consts, *consts], init, wholes)
+        rest = iter(ys)
+        for j, y in enumerate(scan.ys):
+            if j not in again:
+                x = next(rest)
+            elif again[j].jaxpr.eqns:
+                x = jax.vmap(lambda *rows, s=again[j]: s.run(*rows)[0])(*(wholes[row_of[v]] for v in again[j].inputs))
+            else:
+                (v,) = again[j].outputs
+                x = (xs if is_host_aval(y.aval) else wholes)[row_of[v]]
+            carry.append(to_host(x) if is_host_aval(y.aval) else x)
+        return carry
+
+    return replaced(program, at, traced_for(program.eqns[at], run))
+
+
+def _loaded(eqns: Sequence[Equation]) -> set[Var]:
+    """The values that are loaded from host memory as a whole, and cheap functions of them."""
+    found = set[Var]()
+    for eqn in eqns:
+        ins = variables(eqn.invars)
+        if is_load(eqn) or (ins and eqn.primitive.name in ELEMENTWISE | SHAPES and found.issuperset(ins)):
+            found.update(eqn.outvars)
+    return found
+
+
+def _without_loads(body: Program, on_device: Mapping[Var, Var]) -> Builder | None:
+    """Build a body's equations for rows that are on the device; ``None`` if one needs a row in host memory.
+
+    ``on_device``: the variables that stand for rows in host memory.
+    """
+    new = Builder(names={**on_device})
+    for eqn in body.eqns:
+        ins = new.read(eqn.invars)
+        moved = [is_host_aval(v.aval) and not is_host_aval(x.aval) for x, v in zip(ins, eqn.invars, strict=True)]
+        if not any(moved):
+            new.put(eqn, ins)
+        elif is_load(eqn):
+            new.names[eqn.outvars[0]] = ins[0]
+        elif eqn.primitive.name == "optimization_barrier":
+            outs = [Var(x.aval) if m else v for x, v, m in zip(ins, eqn.outvars, moved, strict=True)]
+            new.names.update(zip(eqn.outvars, outs, strict=True))
+            new.eqns.append(eqn.replace(invars=ins, outvars=outs))
+        else:
+            return None
+    return new
 
 
 # Layers that the step has stacked ------------------------------------------------------------------------------------

@@ -13,10 +13,11 @@ from jax_offload._base.own_primitives import params_of
 from jax_offload._emit.find import is_update
 from jax_offload._emit.region import Update
 from jax_offload._ir.primitives import CHECKPOINT
-from jax_offload._ir.program import Builder, Program, decomposed, flat
+from jax_offload._ir.program import Builder, Program, decomposed, flat, is_load, is_store
 from jax_offload._plan.decide import FLOPS_PER_BYTE
 from jax_offload._plan.gates import is_heavy_equation
 from jax_offload._plan.transfers import same_type
+from jax_offload._step.returned import UPDATED, origins_of
 
 T = TypeVar("T")
 
@@ -154,6 +155,11 @@ class Inlined:
         return [v for update in self.updates for v in update.gradients]
 
     @property
+    def loads_whole(self) -> bool:
+        """Whether a pass reads a leaf on the host that the step loads as a whole."""
+        return any(is_load(eqn) and id(eqn) not in self.own for eqn in self.program.eqns)
+
+    @property
     def names(self) -> dict[Var, str]:
         """The names of the states' leaves and of their next values."""
         return {v: name for update in self.updates for v, name in update.names.items()}
@@ -163,23 +169,45 @@ def inlined(program: Program) -> Inlined | None:
     """Return the program with its updates inlined; ``None`` where it has none."""
     eqns, updates, own = list[Equation](), list[Update](), dict[int, int]()
     next_of, shards = dict[Var, Var](), dict(program.shards)
+    new, stored = Builder(eqns), dict[Atom, Atom]()  # what the step moves to the host -> the same on the device
     for eqn in program.eqns:
         if not is_update(eqn):
-            eqns.append(eqn)
+            _put(new, stored, eqn, set())
             continue
-        update = localised(eqn)
+        update = localised(eqn.replace(invars=new.read(eqn.invars)))
         for each in decomposed(update.program.eqns):
             line = each.source_info.replace(traceback=eqn.source_info.traceback)  # of the user's call
-            eqns.append(each.replace(source_info=line))
-            own[id(eqns[-1])] = len(updates)
+            if _put(new, stored, each.replace(source_info=line), {*eqn.outvars}):
+                own[id(eqns[-1])] = len(updates)
         updates.append(update)
         # An update that is the rest of one does not make all of its results.
         pairs = {v: update.next_values[v] for v in eqn.outvars if v in update.next_values}
         shards |= update.program.shards
         shards |= {v: shards[x] for v, x in pairs.items() if x in shards and v.aval.shape == x.aval.shape}
         next_of |= pairs
-    step = dataclasses.replace(program, eqns=eqns, shards=shards)
+    step = dataclasses.replace(program, eqns=eqns, outputs=new.read(program.outputs), shards=shards)
     return Inlined(step, tuple(updates), own, next_of, _waiting(step, next_of)) if updates else None
+
+
+def _put(new: Builder, stored: dict[Atom, Atom], eqn: Equation, results: Set[Var]) -> bool:
+    """Append an equation, unless it loads what was stored before and is still on the device.
+
+    Args:
+      new: the equations so far.
+      stored: what they move to the host -> the same on the device.
+      eqn: the equation.
+      results: the variables that have to stay.
+    """
+    operands = new.read(eqn.invars)
+    if is_load(eqn) and eqn.outvars[0] not in results:
+        origin = stored.get(operands[0])
+        if origin is not None and origin.aval == eqn.outvars[0].aval:
+            new.names[eqn.outvars[0]] = origin
+            return False
+    new.put(eqn, operands)
+    if is_store(eqn):
+        stored[eqn.outvars[0]] = operands[0]
+    return True
 
 
 def _waiting(program: Program, next_of: Mapping[Var, Var]) -> dict[Var, Var]:
@@ -190,8 +218,13 @@ def _waiting(program: Program, next_of: Mapping[Var, Var]) -> dict[Var, Var]:
     taken = {*next_of.values(), *variables(program.outputs)}
     free = [v for v in program.inputs if is_host_aval(v.aval) and v not in taken]
     found: dict[Var, Var] = {}
+    bits = {x: UPDATED << (k + 1) for k, x in enumerate(free)}
+    masks = origins_of(program, bits) if results and free else []
+    made_of = {v: mask for v, mask in zip(program.outputs, masks, strict=bool(masks)) if isinstance(v, Var)}
     for v in results:
-        old = next((x for x in free if same_type(x.aval, v.aval)), None) if v not in next_of else None
+        alike = [x for x in free if same_type(x.aval, v.aval)] if v not in next_of else []
+        alike.sort(key=lambda x: not made_of[v] & bits[x])  # new parameters rather where the old ones were
+        old = next(iter(alike), None)
         if old is not None:
             found[v] = old
             free.remove(old)

@@ -112,6 +112,10 @@ def _decided(found: Inlined, apart: bool = False) -> Parts:
             if plan is not None:
                 plans[at] = plan
                 moved |= plan.eqns
+    if step.loads_whole:
+        for at in scans:
+            if at not in plans and (plan := Hoist(step.program, at, step.next_of).streaming()) is not None:
+                plans[at] = plan
     awaited = _awaited(step, stay_behind, moved)
     stays = [*(why for at in stay_behind if at in awaited for why in stay_behind[at]), *stay_ahead]
     parts, why = _parts(step, plans, moved)

@@ -48,13 +48,15 @@ from jax_offload._plan.in_scan import InScan
 from jax_offload._plan.plan import Gate, Planned
 from jax_offload._step.canonical import canonical, inside_shard_maps
 from jax_offload._step.checked import CannotRewrite, check_order, check_program, tell
+from jax_offload._step.cut import unguarded
+from jax_offload._step.loaded import traced_step
 from jax_offload._step.parts import Parts, parts_of
 from jax_offload._step.returned import unreturned
 
 Drive = Callable[[ClosedJaxpr, Any, Set[int | str]], Any]
 
 
-def rewritten(step: Callable[..., Any], drive: Drive | None = None) -> Callable[..., Any]:
+def rewritten(step: Callable[..., Any], drive: Drive | None = None, *, as_written: bool = False) -> Callable[..., Any]:
     """``step``, to be traced by ``jit``, with its updates inside the scans that make their gradients.
 
     Args:
@@ -62,6 +64,7 @@ def rewritten(step: Callable[..., Any], drive: Drive | None = None) -> Callable[
       drive: called if Python is to drive the step, or a part of its state is on disk and so cannot be an operand of a
         program, with the closed jaxpr, the structure of the results, and the numbers and names of static arguments;
         returns the value that replaces the results. ``None``: the step stays unchanged.
+      as_written: whether the updates stay where they are; parameters in host memory are loaded all the same.
     """
 
     @functools.wraps(step)
@@ -70,12 +73,12 @@ def rewritten(step: Callable[..., Any], drive: Drive | None = None) -> Callable[
         named = {name: x for name, x in kwargs.items() if _is_static(x)}
         given = {name: x for name, x in kwargs.items() if name not in named}
         fun = functools.partial(step, **named) if named else step
-        closed, result = jaxpr_of(fun, *args, static=fixed, named=given)
+        closed, result = traced_step(fun, *args, static=fixed, named=given)
         on_disk = any(map(is_on_disk, jax.tree.leaves((args, kwargs), is_leaf=is_on_disk)))
         if drive is not None and (on_disk or is_driven(closed)):
             return drive(closed, result, {*fixed, *named})
         leaves = jax.tree.leaves(([x for i, x in enumerate(args) if i not in fixed], given))
-        results = emitted(closed, leaves) if _updates(closed) else jax_fun(closed)(*leaves)
+        results = emitted(closed, leaves) if _updates(closed) and not as_written else jax_fun(closed)(*leaves)
         return jax.tree.unflatten(result, results)
 
     return run
@@ -126,7 +129,7 @@ def emitted(closed: ClosedJaxpr, args: Sequence[Any]) -> list[Any]:
         return _as_it_is(closed, (lost.why,), args)
     try:
         whole = inside_shard_maps(program)
-        plain = canonical(whole)
+        plain = canonical(unguarded(whole))
         check_program(plain)
         found = None if ordered(plain.effects) else parts_of(_noted_inside(plain))
         if found is not None and found.moved:

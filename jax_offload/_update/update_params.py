@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+import jax
 import optax
 
-from jax_offload._base.around import compiled_where_eager, gathering
+from jax_offload._base.around import compiled_where_eager, from_host, gathering, load
 from jax_offload._base.memory import loaded
 from jax_offload._base.on_disk import opened
 from jax_offload._base.shardings import types_tell
@@ -61,6 +62,7 @@ def update_params(
     check_not_in_multi_steps(tx, state)
     tx = optax.with_extra_args_support(tx)
     state, stored = opened(state)
+    state, params = from_host((state, params))
 
     def recipe(grads: Any, state: Any, params: Any, extra_args: Any, skip: Any) -> Any:
         old, (grads, params, extra_args) = params, loaded((grads, params, extra_args))
@@ -76,4 +78,4 @@ def update_params(
         return where_it_was(new, old), after
 
     params, state = streamed(recipe, (grads, state, params, extra_args, skip), next_of=(2, 1))
-    return params, stored(state)
+    return jax.tree.map(load, params), stored(state)

@@ -19,8 +19,8 @@ FIGURES = {f.name for f in dataclasses.fields(jo.types.Chip)} - {"name", "platfo
 
 @pytest.mark.parametrize("name", NAMES)
 def test_every_figure_has_a_source_and_its_unit(name):
-    """A figure in GB or in TFLOP/s would be off by 1e9. A link that was not measured reaches no more at once, beside one
-    way alone, than the one that was."""
+    """A figure in GB or in TFLOP/s would be off by 1e9. A link that was not measured reaches no more in both directions
+    at once, beside one direction alone, than the link that was."""
     c, measured = jo.chip(name), jo.chip("h100")
     assert set(c.sources) == FIGURES | {"sheet"} and c.sources["sheet"].startswith("https://")
     assert 1e10 < c.hbm_bytes < 1e12 and 1e10 < c.dram_bytes < 1e12

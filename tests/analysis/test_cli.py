@@ -3,6 +3,7 @@
 import contextlib
 import io
 import json
+import runpy
 import subprocess
 import sys
 import textwrap
@@ -11,7 +12,6 @@ from types import SimpleNamespace
 import pytest
 
 import jax_offload as jo
-from jax_offload._analysis.cli import main
 from tests.aot.harness import H200, require
 
 pytestmark = pytest.mark.daily("each is a command")
@@ -23,9 +23,10 @@ SEVEN = "plan 7B --param-dtype bfloat16 --master float32".split()
 def run(*args):
     """What the command prints and returns, in this process."""
     out, err, code = io.StringIO(), io.StringIO(), 0
-    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", ["jax-offload", *map(str, args)])
         try:
-            main([str(a) for a in args])
+            runpy.run_module("jax_offload", run_name="__main__")
         except SystemExit as exited:
             code = exited.code or 0
     return SimpleNamespace(exit_code=code, stdout=out.getvalue(), output=out.getvalue() + err.getvalue())

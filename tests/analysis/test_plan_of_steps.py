@@ -137,7 +137,7 @@ def compiled_peak(make, inner, row):
 
 def test_the_smallest_fraction_that_fits_is_compiled_too():
     require(H200)
-    make = maker(16, 512, stacked=False)
+    make = maker(6, 512, stacked=False)
     whole = jo.plan(make, ADAMW, target=H200)
     peak = (whole["resident"].peak + whole["offload"].peak) // 2
     found = jo.plan(make, ADAMW, target=H200, device_memory=int(peak / 0.75 / 0.95))

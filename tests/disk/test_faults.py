@@ -18,8 +18,8 @@ import optax
 import pytest
 
 import jax_offload as jo
-from jax_offload._drive import stages
 from tests.disk.faulty import FAILED, NO_SPACE, Faulty, PowerLoss, Run, error, flipped, model, no_fault, short
+from tests.support.sizes import set_sizes
 
 pytestmark = pytest.mark.filterwarnings("ignore:Some donated buffers were not usable")
 STATE = 2 * 3 * 64 * 64 * 4  # bytes
@@ -28,7 +28,7 @@ STATE = 2 * 3 * 64 * 64 * 4  # bytes
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(stages, "GROUP_BYTES", 1)
+        set_sizes(patch.setattr, group=1)
         found = Run(tmp_path_factory.mktemp("run"))
         yield found
         found.files.fault = no_fault

@@ -15,9 +15,8 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_offload as jo
-from jax_offload._drive import stages
-from jax_offload._plan import transfers as by_rows
 from tests.disk.faulty import Faulty
+from tests.support.sizes import set_sizes
 from tests.support.trees import assert_close, assert_equal, handles, is_on_disk, read, shardings_in
 
 pytestmark = [
@@ -41,8 +40,7 @@ ADAMW, INT8 = optax.adamw(1e-2), {"mu": "int8", "nu": "uint8"}
 @pytest.fixture(autouse=True)
 def small_groups(monkeypatch):
     """Two layers are a group."""
-    monkeypatch.setattr(stages, "GROUP_BYTES", 1)
-    monkeypatch.setattr(by_rows, "PART_BYTES", 2 * ROW)
+    set_sizes(monkeypatch.setattr, group=1, part=2 * ROW)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -150,7 +148,7 @@ def assert_as_in_abstract_state(tx, params, state):
 def test_as_in_host_memory(name, disk, monkeypatch):
     """Values, types, shardings and kinds of memory after three donated updates."""
     case = CASES[name]
-    monkeypatch.setattr(by_rows, "PART_BYTES", 2 * ROW if case.by_rows else WHOLE)
+    set_sizes(monkeypatch.setattr, part=2 * ROW if case.by_rows else WHOLE)
     mesh, over = mesh_of(case.mesh, case.axes) if case.mesh else None, "data" if case.mesh == "zero" else None
     first, grads = (network(seed, mesh, case.mesh or "replicated", case.dtype) for seed in (0, 100))
     txs = [jo.offload(case.inner, min_bytes=128, shard_over=over, disk=d, **case.options) for d in (None, disk)]
@@ -207,7 +205,7 @@ def test_leaves_that_share_a_loop_share_their_parts(tmp_path):
 
 def test_a_leaf_is_written_while_its_last_rows_are_not_read(disk, monkeypatch):
     """Of seven groups, one for each layer; else all of a leaf would be in host memory."""
-    monkeypatch.setattr(by_rows, "PART_BYTES", ROW)
+    set_sizes(monkeypatch.setattr, part=ROW)
     log = []
     tx, params = jo.offload(ADAMW, min_bytes=256, select="layers", disk=disk), network()
     step, state = step_of(tx), tx.init(params)
@@ -270,7 +268,7 @@ def test_a_commit_is_resumed_in_another_division(then, tmp_path, monkeypatch):
         files.commit(2, {"params": params, "state": state})
         committed, ends = read((params, state)), files.ends("[1][0].mu['layers']")
         undisturbed = read(run(tx, params, grads, 2, state))
-    monkeypatch.setattr(by_rows, "PART_BYTES", part_bytes)
+    set_sizes(monkeypatch.setattr, part=part_bytes)
     for k, (shards, place) in enumerate([(over, resumed), (None, begun)]):
         with (
             contextlib.closing(jo.disk(tmp_path / "run")) as again,

@@ -36,7 +36,7 @@ from tests.support.steps import (
 )
 from tests.support.trees import assert_close, copied
 
-pytestmark = pytest.mark.oldest("jaxprs as they are written")
+OLDEST = pytest.mark.oldest("jaxprs as they are written")
 
 
 def updating(body):
@@ -246,6 +246,7 @@ STEPS = {  # whether the update of the stack moves, or why it does not
 }
 
 
+@OLDEST
 @pytest.mark.parametrize("name", STEPS)
 def test_the_numbers_are_those_of_the_plain_step(name):
     make, expected = STEPS[name]
@@ -256,6 +257,7 @@ def test_the_numbers_are_those_of_the_plain_step(name):
         assert table.stays and (expected or "") in " ".join(table.stays)
 
 
+@OLDEST
 @pytest.mark.parametrize("kind", ["checkpointed", "as they are", "read outside of the inner scan"])
 def test_groups_of_layers_read_the_new_parameters(kind):
     """The pending update runs in the inner scan, if nothing else in the scan over groups reads its layers."""
@@ -271,6 +273,7 @@ def test_groups_of_layers_read_the_new_parameters(kind):
     assert all_moved(table, IN_FORWARD) == ("outside" not in kind)
 
 
+@OLDEST
 @pytest.mark.parametrize("how", ["siamese", "one batch after the other"])
 def test_two_passes_are_one_loop_where_both_are_alive_at_once(how):
     """Of two batches whose gradients are added, the second one begins when the first one's activations are gone."""
@@ -293,6 +296,7 @@ def test_two_passes_are_one_loop_where_both_are_alive_at_once(how):
     assert text.count("stablehlo.while") == (2 if how == "siamese" else 4)
 
 
+@OLDEST
 def test_prints_are_as_many_as_in_the_plain_step():
     """Before the update, in the layers, after it."""
 
@@ -319,6 +323,7 @@ def test_prints_are_as_many_as_in_the_plain_step():
     np.testing.assert_allclose(printed(offloaded(ADAMW)), want, rtol=1e-5)
 
 
+@OLDEST
 def test_a_mutable_array_among_the_arguments():
     """Reads and writes keep their order, so the step runs as written and says so."""
 
@@ -359,6 +364,7 @@ def test_layers_that_the_step_stacks(dtype):
     assert table.stays == ()
 
 
+@OLDEST
 def test_no_layers():
     """A stack of none, as configurations have it; the other moves."""
 
@@ -509,6 +515,7 @@ def test_a_step_inside_a_shard_map(how):
     assert bool(table.stays) == ("own" in how or (how == "check_vma" and jax.__version_info__ < (0, 11)))
 
 
+@OLDEST
 @pytest.mark.parametrize("how", ["", "check_vma", "two updates", "divided", "divided state"])
 def test_gradients_from_a_shard_map(how):
     """An update outside of it moves inside, if each device has all of the gradients and of the state."""
@@ -550,6 +557,7 @@ def test_gradients_from_a_shard_map(how):
 # ---- lowered programs
 
 
+@OLDEST
 def test_a_tpu_is_told_what_runs_behind_the_gate():
     """On a TPU alone, a gradient that the gate does not need reads values behind it: one barrier more."""
     tx = offloaded(ADAMW)

@@ -20,9 +20,8 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_offload as jo
-from jax_offload._drive import stages
-from jax_offload._plan import transfers as by_rows
 from tests.disk.faulty import Faulty, no_fault
+from tests.support.sizes import set_sizes
 from tests.support.trees import is_on_disk, shardings_in
 
 WIDTH = 16
@@ -302,6 +301,6 @@ if __name__ == "__main__":
     what, folder, processes, process, port = sys.argv[1:6]
     if int(processes) > 1:
         jax.distributed.initialize(f"localhost:{port}", int(processes), int(process))
-    stages.GROUP_BYTES = by_rows.PART_BYTES = 1
+    set_sizes(group=1, part=1)
     globals()[what](Path(folder), *sys.argv[6:])
     print("done", flush=True)

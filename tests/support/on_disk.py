@@ -15,9 +15,8 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_offload as jo
-from jax_offload._drive import stages
-from jax_offload._plan import transfers as by_rows
 from tests.disk.faulty import Faulty
+from tests.support.sizes import set_sizes
 from tests.support.trees import is_on_disk
 
 INNER = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-2))
@@ -84,7 +83,7 @@ def killed_at(calls):
 
 def in_parts(set_=setattr):
     """Matrices of 16 KiB go by their rows."""
-    set_(by_rows, "PART_BYTES", 2**14)
+    set_sizes(set_, part=2**14)
 
 
 def peak() -> int:
@@ -137,7 +136,7 @@ def through_orbax(folder, width, layers):
 
 if __name__ == "__main__":
     what, folder, (host_bytes, *sizes) = sys.argv[1], Path(sys.argv[2]), map(int, sys.argv[3:])
-    stages.GROUP_BYTES = 2**22
+    set_sizes(group=2**22)
     if what == "orbax":
         print("MiB", *through_orbax(folder, *sizes[:2]))
         sys.exit()

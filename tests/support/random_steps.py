@@ -38,7 +38,8 @@ from optax import contrib
 
 import jax_offload as jo
 
-MODES = ("jax.jit", "jo.jit", "pipelined", "pipelined, host", "cores", "hybrid", "disk")
+AWAY = "parameters on the host"
+MODES = ("jax.jit", "jo.jit", "pipelined", "pipelined, host", "cores", "hybrid", "disk", f"jo.jit, {AWAY}")
 CALLS, BATCH, CLASSES = 4, 4, 11
 Recipe = dict[str, Any]
 Net = namedtuple("Net", "first second third rest")
@@ -444,6 +445,10 @@ def wrapped(kind: str | None, inner: Any) -> optax.GradientTransformation:
     match kind:
         case "clip":
             return optax.chain(optax.clip_by_global_norm(0.05), inner)
+        case "adaptive clip":
+            return optax.chain(optax.adaptive_grad_clip(0.05), inner)
+        case "clip by block":
+            return optax.chain(optax.clip_by_block_rms(0.01), inner)
         case "MultiSteps":
             return optax.MultiSteps(inner, 2).gradient_transformation()
         case "apply_if_finite":
@@ -560,7 +565,7 @@ class Placed:
 def offloaded_in(r: Recipe, state: Any) -> Any:
     """The part of a new state that ``jo.offload`` has made, inside of what is ``outside``."""
     match r["outside"]:
-        case "clip":
+        case "clip" | "adaptive clip" | "clip by block":
             return state[1]
         case "apply_if_finite":
             return state.inner_state
@@ -644,6 +649,11 @@ def mapped(fun: Callable[[Any], Any], tree: Any) -> Any:
     return jax.tree.map(lambda x: fun(x) if is_float(x) else x, tree)
 
 
+def on_the_host(x: jax.Array) -> jax.Array:
+    """An array in host memory, unless it is of rank 0."""
+    return jax.device_put(x, x.sharding.with_memory_kind("pinned_host")) if x.ndim else x
+
+
 class Step:
     """A step of a recipe in one mode: the function, and what it begins with."""
 
@@ -672,6 +682,8 @@ class Step:
             carried["scale"] = self.placed({"scale": np.float32(4), "good": np.int32(0)})
         if r["key"]:
             carried["key"] = jax.device_put(jax.random.key(3), self.sharding())
+        if AWAY in mode:
+            carried["params"] = jax.tree.map(on_the_host, carried["params"])
         if r["train state"]:
             carried = {"train": {"state": carried.pop("state"), "params": carried.pop("params")}, **carried}
         self.carried = carried
@@ -727,7 +739,7 @@ class Step:
         step.__signature__ = signature  # pyright: ignore[reportFunctionMemberAccess]
         return (
             jax.jit(step, static_argnames=("flag",) if self.r["static"] else ())
-            if (self.r["jitted inside"] == "step" and self.mode in ("plain", "jax.jit", "jo.jit"))
+            if (self.r["jitted inside"] == "step" and self.mode.startswith(("plain", "jax.jit", "jo.jit")))
             else step
         )
 
@@ -1137,7 +1149,7 @@ def pipelined(step: Step) -> Record:
     if r["static"]:
         at = step.arguments.index("flag") - len(step.arguments) * (r["static by"] == "negative")
         how |= {"static_argnames": "flag"} if r["static by"] == "name" else {"static_argnums": at}
-    train = jo.pipelined(step.function, **how, gradients="host" if step.mode.endswith("host") else "device")
+    train = jo.pipelined(step.function, **how, gradients="host" if "host" in step.mode else "device")
     home, results = places(step.carried), dict(step.carried)
     nows, lates = list[Any](), list[Any]()
     carry: Any = None
@@ -1267,9 +1279,9 @@ def refusal(r: Recipe, mode: str, error: Exception) -> bool:
 
 def allowed(r: Recipe, mode: str) -> bool:
     """Whether the options of a recipe go with a mode; only gradients of 64 KiB and more wait on the host."""
-    if mode == "pipelined, host" and (r["width"] < 64 or in_a_branch(r)):
+    if mode.startswith("pipelined, host") and (r["width"] < 64 or in_a_branch(r)):
         return False
-    return mode in ("jax.jit", "jo.jit") or r["fraction"] != 0.0
+    return mode.startswith(("jax.jit", "jo.jit")) or r["fraction"] != 0.0
 
 
 def variants(seed: int, many: int) -> list[tuple[Recipe, str]]:
