@@ -43,18 +43,15 @@ def haiku(folder: Path, offloaded: bool) -> Made:
     sys.path.insert(0, str(folder / "haiku"))
     train = importlib.import_module("examples.transformer.train")
     train.MODEL_SIZE, train.KEY_SIZE, train.NUM_LAYERS, train.DROPOUT_RATE = 1024, 128, 8, 0.0
-    original, step = OPTIMISERS.setdefault("haiku", train.optimiser), train.update.__wrapped__
-    tx = jo.offload(original()) if offloaded else original()
-    train.optimiser = lambda: tx
+    inner = optax.chain(optax.clip_by_global_norm(train.GRAD_CLIP_VALUE), optax.adam(3e-4, b1=0.9, b2=0.99))
+    tx = jo.offload(inner) if offloaded else inner
+    train.optimiser, step = lambda: tx, train.update.__wrapped__
     tokens = jax.ShapeDtypeStruct((TOKENS // CONTEXT, CONTEXT), jnp.int32)
     data = train.dataset.Batch(tokens, tokens)
     params = abstract(jax.eval_shape(train.loss_fn.init, jax.random.key(0), data))
     rng, count = abstract((jax.eval_shape(jax.random.PRNGKey, 0), jax.ShapeDtypeStruct((), jnp.int32)))
     state = train.TrainingState(params, jo.abstract_state(tx, params), rng, count)
     return (jo.pipelined if offloaded else jax.jit)(step, donate_argnums=0), (state, abstract(data))
-
-
-OPTIMISERS: dict[str, Any] = {}
 
 
 def abstract(tree: Any) -> Any:
@@ -87,11 +84,6 @@ def nnx(folder: Path, offloaded: bool) -> Made:
     tx = optax.adamw(1e-3)
     tx = jo.offload(tx) if offloaded else tx
 
-    def make() -> Any:
-        model = lib.Transformer(config, rngs=flax_nnx.Rngs(params=0))
-        metrics = flax_nnx.metrics.Average("loss")
-        return model, flax_nnx.Optimizer(model, tx, wrt=flax_nnx.Param), flax_nnx.Rngs(dropout=0), Only(metrics)
-
     class Only(flax_nnx.Module):
         def __init__(self, loss: Any) -> None:
             self.loss = loss
@@ -99,7 +91,8 @@ def nnx(folder: Path, offloaded: bool) -> Made:
         def update(self, loss: Any, **_: Any) -> None:
             self.loss.update(loss=loss)
 
-    model, optimizer, rngs, metrics = make()
+    model = lib.Transformer(config, rngs=flax_nnx.Rngs(params=0))
+    rngs, metrics = flax_nnx.Rngs(dropout=0), Only(flax_nnx.metrics.Average("loss"))
     flax_nnx.update(model, committed(flax_nnx.state(model)))
     optimizer = flax_nnx.jit(lambda model: flax_nnx.Optimizer(model, tx, wrt=flax_nnx.Param))(model)
     graph, arrays = flax_nnx.split((model, optimizer, rngs, metrics))
