@@ -8,9 +8,8 @@ from matplotlib.figure import Figure
 BLUE, PALE, ORANGE, GREEN, RED, GREY = "#4c6a92", "#c9d4e3", "#c9862c", "#3f8f6b", "#c0392b", "#8a8a8a"
 PARTS = {  # the parts of a peak, from the bottom, and their colors
     "parameters": BLUE,
-    "gradients": "#8fa6c4",
     "optimizer state": ORANGE,
-    "activations and the rest": PALE,
+    "temporary": PALE,
 }
 LANES = {"compute": BLUE, "load": GREEN, "store": ORANGE}
 GIB = 2**30

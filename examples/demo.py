@@ -31,9 +31,8 @@ except ModuleNotFoundError as error:
     raise _extra.missing(error) from error
 
 HOST, DEVICE = jax.memory.Space.Host, jax.memory.Space.Device
-# The parts of jo.inspect's peak by their names in the picture; all others are "the rest".
-NAMES = {"state on the device": "optimizer state", "window": "optimizer state", "state": "optimizer state"}
-NAMES |= {"parameters": "parameters", "gradients": "gradients"}
+# The parts of jo.inspect's peak by their names in the picture; all others are "temporary".
+NAMES = {"state on the device": "optimizer state", "parameters": "parameters"}
 
 
 def parse(argv):
@@ -123,7 +122,7 @@ def compiled(args):
         seen = jo.inspect(step, state, tokens, target=args.chip)
         parts = dict.fromkeys(_picture.PARTS, 0.0)
         for part, nbytes in seen.parts.items():
-            parts[NAMES.get(part, "activations and the rest")] += nbytes
+            parts[NAMES.get(part, "temporary")] += nbytes
         yield _picture.Way(name, parts, seen.host, seen.timeline.compute, seen.timeline.exposed, seen.timeline)
 
 

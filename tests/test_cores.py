@@ -1,10 +1,11 @@
-"""The host's cores update a share of the state, in a step that is driven from Python.
+"""Steps that are driven from Python: the host's cores update a share of the state, or it is on disk.
 
 Values, placement and donation. The step runs on a CPU device other than the cores' own, as it
 does beside an accelerator. ``test_equivalence.py`` has every optimizer, wrapper and sharding on the cores.
 """
 
 import contextlib
+import threading
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +16,7 @@ from jax.sharding import AxisType, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_offload as jo
+from tests.support.sizes import set_sizes
 from tests.support.trees import assert_same, copied
 
 pytestmark = [
@@ -228,6 +230,71 @@ def test_an_array_that_is_donated_and_given_again_keeps_its_numbers():
     jax.tree.map(np.testing.assert_array_equal, old, kept)
     want = jax.jit(lambda p, s: jo.update_params(ADAMW, p, s, p)[0])(kept, ADAMW.init(kept))
     assert_same(new, want, "donated")
+
+
+# ---- the pass in several programs, before a state on disk ------------------------------------------------------------
+
+PART = 2 * WIDTH * WIDTH  # bytes: a quarter of a layer's state
+
+
+@pytest.mark.usefixtures("small_groups")
+@pytest.mark.parametrize(
+    ("part", "group", "order"),
+    [
+        (None, 1, None),
+        (PART // 2, 1, None),  # a layer's pieces follow each other, in the same parameter
+        # order= has the layers against the order of their gradients, and a group has rows of two of them: the next
+        # one, whose gradient is there before, reads what that one has made of its parameter
+        (PART, 3 * PART, [f"layer_{k}" for k in range(LAYERS)]),
+    ],
+)
+def test_values_on_disk(part, group, order, disk, monkeypatch):
+    """Small leaves on the device are updated beside the groups."""
+    if part is not None:
+        set_sizes(monkeypatch.setattr, part=part)
+    set_sizes(monkeypatch.setattr, group=group)
+    tx, params = offload(ADAMW, "device", disk=disk, order=order), model()
+    step, plain, state = jo.jit(step_of(tx), donate_argnums=(0, 1)), jax.jit(step_of(ADAMW)), tx.init(params)
+    for _ in range(4):
+        want = plain(params, jo.to_device(state), X)
+        params, state, _ = got = step(params, state, X)
+        assert_same(jo.to_device(got), want, "one update")
+        assert {x.sharding.memory_kind for x in jax.tree.leaves(params)} == {"device"}
+
+
+@pytest.mark.usefixtures("small_groups")
+def test_the_last_layer_is_updated_while_the_pass_goes_on(disk):
+    """The derivative of the first layer waits until the last one's weights have their new value."""
+    updated, log = threading.Event(), []
+
+    def told(x):
+        updated.set()
+        return x
+
+    def update(grads, state, params):
+        new, state = ADAMW.update(grads, state, params)
+        w = new["layer_3"]["w"]
+        new["layer_3"]["w"] = jax.pure_callback(told, jax.ShapeDtypeStruct(w.shape, w.dtype), w)
+        return new, state
+
+    def wait(g):
+        log.append(updated.wait(300))
+        return g
+
+    first = jax.custom_vjp(lambda x: x)
+    first.defvjp(
+        lambda x: (x, None),
+        lambda _, g: (jax.pure_callback(wait, jax.ShapeDtypeStruct(g.shape, g.dtype), g),),
+    )
+
+    def loss(params, x):
+        rest = {name: p for name, p in params.items() if name != "layer_0"}
+        return loss_of()(rest, first(plain_layer(x, params["layer_0"])))
+
+    tx = offload(optax.GradientTransformation(ADAMW.init, update), "device", disk=disk)
+    step, params = jo.jit(step_of(tx, loss)), model()
+    jax.block_until_ready(step(params, tx.init(params), X))
+    assert log == [True]
 
 
 # ---- skipped steps, and branches -------------------------------------------------------------------------------------

@@ -171,7 +171,8 @@ def test_the_demo_says_what_offloading_did(demo):
     resident, usual, ours = shown.ways
     assert resident.host == 0 < ours.host <= usual.host
     assert 0 < ours.peak < resident.peak and ours.timeline.segments
-    assert ours.parts["optimizer state"] < usual.parts["optimizer state"] <= resident.parts["optimizer state"]
+    assert ours.parts["optimizer state"] < 0.01 * resident.parts["optimizer state"]
+    assert ours.parts["temporary"] < usual.parts["temporary"]
 
 
 @pytest.mark.long("trains a GPT")

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.experimental.layout import Format, Layout
 
 import jax_offload as jo
 
@@ -205,6 +206,24 @@ def test_bfloat16_leaves_are_those_of_plain_optax(name, kernels):
         else:
             np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7)
     assert low == len(SHAPES) * (3 if dtype == jnp.bfloat16 else 1)
+
+
+@pytest.mark.oldest("layouts of arrays")
+@pytest.mark.parametrize("donated", [(0, 1), ()])
+def test_arrays_of_another_layout_are_read_as_they_are(donated, kernels):
+    """Column by column, as a compiler may choose it."""
+    inner = optax.adamw(rate(1e-2))
+    tx, params = jo.offload(inner, min_bytes=0, update_on="host"), parameters()
+    columns = Format(Layout(major_to_minor=(1, 0)), params["a"].sharding)
+    params = {name: jax.device_put(x, columns) for name, x in params.items()}
+    state, given = tx.init(params), jax.tree.map(jnp.copy, params)
+    got, _ = jo.jit(lambda p, s: jo.update_params(tx, jax.tree.map(jnp.sin, p), s, p), donate_argnums=donated)(
+        jax.tree.map(lambda x: jax.device_put(x, columns), given), state
+    )
+    want, _ = jax.jit(lambda p: jo.update_params(inner, jax.tree.map(jnp.sin, p), inner.init(p), p))(params)
+    assert kernels
+    for name in SHAPES:
+        np.testing.assert_allclose(got[name], want[name], rtol=1e-5, atol=1e-6)
 
 
 def test_memory_that_is_not_ours_is_not_written(kernels):

@@ -42,7 +42,7 @@ class Row:
       name: the name by which ``plan[name]`` finds it.
       code: the line to write.
       parameters: bytes of the parameters.
-      gradients: bytes of all gradients; in a compiled row, bytes of those alive at its peak.
+      gradients: bytes of all gradients; 0 in a compiled row, where ``activations`` has them.
       state: bytes of the optimizer state that stays on the device.
       window: bytes of the state on the device at a time while it streams; ``None`` for a state on disk, as only the
         compiler knows what the program of a group takes.
@@ -53,7 +53,8 @@ class Row:
       stored: bytes to the host in one step.
       on_cores: bytes of the state that the host's cores update, for one device.
       waits: whether the update waits for a number made of all gradients, such as their norm.
-      activations: bytes of activations, by the formula or as given; in a compiled row, the remainder of the peak.
+      activations: bytes of activations, by the formula or as given; in a compiled row, the remainder of the peak, with
+        the gradients that are alive then.
       same_numbers: whether the step computes the same numbers as the given optimizer.
       compiled: the chip for which the row was compiled; empty if it was not.
       link: seconds that the transfers take alone.
@@ -137,8 +138,6 @@ class Plan:
       chip: the accelerator, a ``Chip``; ``None`` if none was given.
       tokens_per_step: the tokens in a step, over all devices; ``None`` if not known.
       devices: the number of devices that hold the parameters.
-      activations: bytes on one device; ``None`` if not known.
-      speed: operations per second that matmuls in the parameters' dtype reach; ``None`` without a chip.
       compute: seconds of a step's arithmetic; ``None`` without a chip or tokens.
       device_memory: bytes of one device; ``None`` if not known.
       host_memory: bytes of a host's memory for each of its devices; ``None`` if not known.
@@ -155,8 +154,6 @@ class Plan:
     chip: Chip | None
     tokens_per_step: int | None
     devices: int
-    activations: int | None
-    speed: float | None
     compute: float | None
     device_memory: int | None
     host_memory: int | None
@@ -166,9 +163,8 @@ class Plan:
     @property
     def usable(self) -> int | None:
         """Bytes that a row may take: jax's share of ``device_memory``, less the headroom; ``None`` if not known."""
-        return (
-            None if self.device_memory is None else int(self.device_memory * jax_takes(self.chip)[0] * (1 - HEADROOM))
-        )
+        memory = self.device_memory
+        return None if memory is None else int(memory * jax_takes(self.chip)[0] * (1 - HEADROOM))
 
     def judged(self, row: Row) -> Row:
         """Complete a row with the time that its transfers add, by the model of time, and with whether it fits."""
@@ -336,8 +332,8 @@ class Plan:
                 f"{in_bytes(self.usable)} count"
             )
         found += filter(None, [self._preallocated()])
-        if self.activations is None and not compiled:
-            found.append("activations: not known, and in no sum")
+        if any(row.activations is None for row in self.options):
+            found.append("activations: not known, in no sum")
         found.append(self._time(compiled))
         if best is not None and best.host:
             there = "not checked without a chip or host_memory"
@@ -363,15 +359,12 @@ class Plan:
             said += f", DRAM {chip.dram_bandwidth / 1e9:g} per card"
         if compiled:
             return said
-        if not self.compute or not self.speed:
+        if not self.compute:
             return f"{said}; without tokens nothing is hidden"
         hides = "backward pass (2/3) hides copies"
         if any(row.waits for row in self.options):
             hides = "forward pass (1/3) hides jo.pipelined's copies; nothing hides jo.jit's, one way after the other"
-        return (
-            f"{said}; {self.tokens_per_step:,} tokens × {OPERATIONS} operations for each matrix parameter, at "
-            f"{self.speed / 1e12:.4g} TFLOP/s, take {in_seconds(self.compute)}; the {hides}"
-        )
+        return f"{said}; the {hides}"
 
 
 def _condition(row: Row, room: int) -> str:

@@ -193,11 +193,6 @@ def jax_takes(chip: Chip | None) -> tuple[float, str]:
 # -- from files
 
 
-def known_chips() -> tuple[str, ...]:
-    """Return the names that ``chip`` takes."""
-    return tuple(_known())
-
-
 def known_as(name: str) -> str | None:
     """Return the known chip that a name stands for: ``tpu-v5e``, ``NVIDIA H100 80GB HBM3``, ``TPU v5 lite``."""
     plain = re.sub(r"nvidia|tpu", "", name.lower()).strip(" -_")
@@ -206,7 +201,7 @@ def known_as(name: str) -> str | None:
 
 
 def _listed() -> str:
-    return ", ".join(known_chips())
+    return ", ".join(_known())
 
 
 @functools.cache

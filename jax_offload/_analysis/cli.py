@@ -22,10 +22,10 @@ import optax
 
 import jax_offload
 from jax_offload._analysis.chips import chip, host_memory
+from jax_offload._analysis.compiled import prepare
 from jax_offload._analysis.inspection import inspect
 from jax_offload._analysis.plan import plan
-from jax_offload._analysis.targets import prepare
-from jax_offload._base.memory import HOST_KIND, POOL_VARIABLE, pool_limit
+from jax_offload._base.memory import HOST_KIND, POOL_HEADROOM, POOL_VARIABLE, pool_limit
 from jax_offload._base.text import aligned, in_bytes
 from jax_offload._interop.jit import jit
 from jax_offload._offload import offload
@@ -146,9 +146,25 @@ def _check(step: str, target: str | None, as_json: bool) -> int:
 
 
 def _doctor(as_json: bool) -> int:
-    report = examine()
-    print(json.dumps(report.to_dict(), indent=1) if as_json else report)
-    return 0 if report.ok else SELF_TEST_FAILED
+    checks = examine()
+    bad, notes = ([check for check in checks if check.kind == kind] for kind in ("bad", "note"))
+    verdict = "this machine can offload" + "; mind: " * bool(notes) + ", ".join(check.name for check in notes)
+    if bad:
+        verdict = "this machine cannot offload yet: " + ", ".join(check.name for check in bad)
+    first = [check.next for check in (*bad, *notes) if check.next] or ["jax-offload plan module:function --chip NAME"]
+    if as_json:
+        found = {
+            "ok": not bad,
+            "verdict": verdict,
+            "next_step": first[0],
+            "checks": list(map(dataclasses.asdict, checks)),
+        }
+        print(json.dumps(found, indent=1))
+    else:
+        marks = {"ok": "✓", "note": "!", "bad": "✗"}
+        lines = aligned([(marks[check.kind], check.name, check.says) for check in checks])
+        print("\n".join([f"verdict: {verdict}", f"next: {first[0]}", *lines]))
+    return SELF_TEST_FAILED if bad else 0
 
 
 def _on_the_cpu() -> None:
@@ -220,44 +236,18 @@ class Check:
     next: str = ""
 
 
-@dataclasses.dataclass(frozen=True)
-class Report:
-    """The doctor's findings, check by check."""
-
-    checks: tuple[Check, ...]
-
-    @property
-    def ok(self) -> bool:
-        return all(check.kind != "bad" for check in self.checks)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return everything as JSON types, with a verdict and the first thing to do."""
-        bad, notes = ([check for check in self.checks if check.kind == kind] for kind in ("bad", "note"))
-        verdict = "this machine can offload" + "; mind: " * bool(notes) + ", ".join(check.name for check in notes)
-        if bad:
-            verdict = "this machine cannot offload yet: " + ", ".join(check.name for check in bad)
-        wanted = [check.next for check in (*bad, *notes) if check.next]
-        next_step = wanted[0] if wanted else "jax-offload plan module:function --chip NAME"
-        return dataclasses.asdict(self) | {"ok": self.ok, "verdict": verdict, "next_step": next_step}
-
-    def __str__(self) -> str:
-        marks, said = {"ok": "✓", "note": "!", "bad": "✗"}, self.to_dict()
-        lines = aligned([(marks[check.kind], check.name, check.says) for check in self.checks])
-        return "\n".join([f"verdict: {said['verdict']}", f"next: {said['next_step']}", *lines])
-
-
-def examine() -> Report:
+def examine() -> list[Check]:
     """Run all checks, which takes a few seconds."""
     modules = [f"{module.__name__} {module.__version__}" for module in (jax_offload, jax, jaxlib, optax)]
     found = [Check("versions", "ok", ", ".join([f"Python {platform.python_version()}", *modules]))]
     try:
         device = jax.local_devices()[0]
     except RuntimeError as error:
-        return Report((*found, Check("devices", "bad", f"jax finds none: {error}", "install jax for this machine")))
+        return [*found, Check("devices", "bad", f"jax finds none: {error}", "install jax for this machine")]
     found += [_devices(device), _kinds(device), _host_memory(), _pool(device)]
-    if Report(tuple(found)).ok:
+    if all(check.kind != "bad" for check in found):
         found += [_link(device), _self_test(device)]
-    return Report(tuple(found))
+    return found
 
 
 def _devices(device: Any) -> Check:
@@ -292,7 +282,7 @@ def _pool(device: Any) -> Check:
         return Check("pinned pool", "ok", f"no limit of XLA's on this platform; on a GPU {pool}")
     usable = min((n for n in host_memory() if n is not None), default=0)
     if usable > 2 * limit:
-        fix = f"set {POOL_VARIABLE} to what the state needs and a third more, before jax starts"
+        fix = f"set {POOL_VARIABLE} to {POOL_HEADROOM:g} times what the state needs, before jax starts"
         return Check("pinned pool", "note", f"{pool}, of {in_bytes(usable)} that are there", fix)
     return Check("pinned pool", "ok", pool)
 
@@ -301,8 +291,7 @@ def _link(device: Any) -> Check:
     found = chip.measured(device)
     said = f"{found.host_link / 1e9:.1f} GB/s one way, {found.host_link_both / 2e9:.1f} each way at once"
     said = "none on a CPU" if device.platform == "cpu" else said
-    if found.dram_bandwidth is not None:
-        said += f"; the cores reach {found.dram_bandwidth / 1e9:.1f} GB/s of the host's memory for each device"
+    said += f"; the cores reach {found.dram_bandwidth / 1e9:.1f} GB/s of the host's memory for each device"
     return Check("link", "ok", said)
 
 

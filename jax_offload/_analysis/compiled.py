@@ -7,35 +7,39 @@ A driven step, whose update runs on the host's cores or whose state is on disk, 
 from __future__ import annotations
 
 import dataclasses
+import functools
+import importlib
+import importlib.util
+import os
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence, Set
+from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 import optax
+from jax.experimental import topologies
 from jax.sharding import SingleDeviceSharding
 from jax.tree_util import tree_flatten_with_path
 
-from jax_offload._analysis.buffers import GRADIENTS, PARAMETERS, STATE
 from jax_offload._analysis.chips import Chip, chip, known_as
 from jax_offload._analysis.hlo import Module
-from jax_offload._analysis.targets import Target, check_installed, compile_for, target_of
+from jax_offload._base import private
 from jax_offload._base.around import described
 from jax_offload._base.arrays import is_traced
 from jax_offload._base.memory import HOST_KIND, in_its_memory, is_host_aval
 from jax_offload._base.on_disk import TOKEN, OnDisk, Place, is_on_disk
-from jax_offload._base.private import options_of
 from jax_offload._base.shardings import sharding_of
 from jax_offload._drive.run import Driven
 from jax_offload._drive.stages import BEFORE
 from jax_offload._emit.find import holds_driven_update, kept_on_host, updates_in
 from jax_offload._emit.region import Update
-from jax_offload._interop.jit import Jitted, compiler_options, options_for_sending
+from jax_offload._interop.jit import Jitted, Step, compiler_options, options_for_sending
 from jax_offload._interop.pipelined import Pipelined
 from jax_offload._interop.rotated import names_of
 from jax_offload._report.callables import jitted, opened
-from jax_offload._step.rewritten import rewritten
 
 SAYS = (
     "jo.jit drives this step in several programs, as the host's cores update a part of the state, or it is on disk. "
@@ -93,42 +97,39 @@ class Compiled:
     host_elsewhere: bool = False
 
     @property
-    def roles(self) -> dict[int, str]:
-        """The kinds of arguments by number: a parameter belongs to no state and has the type of a result."""
-        results = {(array.dtype, array.shape) for array in self.module.entry.root.leaves.values()}
-        roles: dict[int, str] = {}
-        for number, op in self.module.arguments.items():
-            given, array = self.given.get(number), op.array
-            floating = array is not None and re.match(r"bf|f\d", array.dtype)
+    def parts(self) -> dict[str, int]:
+        """The peak of device memory by kind, in bytes; XLA's analysis counts all memory of a CPU as device memory."""
+        m = self.memory
+        parts: dict[str, int] = {"parameters": 0, "state on the device": 0, "gradients": 0, "other arguments": 0}
+        results = Counter((x.dtype, x.shape) for x in self.module.given_back.values())
+        for number, array in sorted(self.module.taken.items()):
+            given, floating = self.given.get(number), re.match(r"bf|f\d", array.dtype)
+            kind, returned = "other arguments", results[array.dtype, array.shape] > 0
+            results[array.dtype, array.shape] -= 1
             if given is not None and given.state:
-                roles[number] = STATE
+                kind = "state on the device"
             elif given is not None and given.gradient and floating:
-                roles[number] = GRADIENTS
-            elif floating and array is not None and array.shape and (array.dtype, array.shape) in results:
-                roles[number] = PARAMETERS
-        return roles
+                kind = "gradients"
+            elif floating and array.shape and returned:
+                kind = "parameters"  # what belongs to no state and comes back
+            parts[kind] += 0 if array.host and self.target != "cpu" else array.nbytes
+        parts["other arguments"] += m.argument_size_in_bytes - sum(parts.values())  # a TPU pads them
+        parts["new results"] = m.output_size_in_bytes - m.alias_size_in_bytes
+        return {kind: nbytes for kind, nbytes in (parts | {"temporaries": m.temp_size_in_bytes}).items() if nbytes}
 
 
 def compiled(step: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], target: str | None) -> Compiled:
-    """Compile a step, jitted or not, lowered or compiled already, for its own devices or for ``target``."""
+    """Compile a step, jitted or not, for its own devices or for ``target``."""
     to = None if target is None else target_of(target)  # before a trace starts jax: its plugins read the environment
-    if isinstance(step, jax.stages.Compiled | jax.stages.Lowered):
-        if args or kwargs or (target and isinstance(step, jax.stages.Compiled)):
-            raise ValueError(
-                "inspect(): a step that is lowered or compiled already takes no arguments and no target; got "
-                f"{len(args) + len(kwargs)} arguments and target={target!r}. Give the step itself."
-            )
-        if target:
-            raise ValueError(f"inspect(): a lowered step has its platform; target={target!r} needs the step itself.")
-        executable = step.compile() if isinstance(step, jax.stages.Lowered) else step
-        return _of_jax(executable, _given(step))
     if len(args) == 1 and isinstance(args[0], optax.GradientTransformation | optax.MultiSteps):
         raise TypeError(
             "step: expected a training step and its arguments; got a function and an optimizer, the (make, tx) of "
             "plan. Give what make(tx) returns: inspect(*make(tx))."
         )
-    if not callable(step):
-        raise TypeError(f"step: expected a training step, jitted, lowered or compiled; got a {type(step).__name__}.")
+    if not callable(step) or isinstance(step, jax.stages.Compiled):
+        raise TypeError(
+            f"step: expected a training step, jitted or not, and its arguments; got a {type(step).__name__}."
+        )
     if isinstance(step, Pipelined):
         step, args, carried = step.turned(*args, **kwargs)
         whole = step.trace(*args)
@@ -139,7 +140,7 @@ def compiled(step: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], target
         return _first_program(step, given, whole, to)
     as_written = whole
     if isinstance(step, Jitted):  # which takes updates apart
-        written = rewritten(step.__wrapped__, as_written=True)
+        written = Step(step.__wrapped__, as_written=True)
         with described():
             as_written = jax.jit(written, **step._options).trace(*args, **kwargs)
     arguments = _given(whole, kept_on_host(as_written.jaxpr))
@@ -152,7 +153,7 @@ def _options(
     """Return the compiler's options for a step on ``to``: its own ones, if it has any."""
     if to is not None and isinstance(step, Jitted):
         return step.compiling(to.platform, args, kwargs)
-    return options_of(whole)
+    return private.options_of(whole)
 
 
 def _lowered(
@@ -212,7 +213,7 @@ def _of_jax(executable: Any, arguments: Sequence[Argument]) -> Compiled:
 
 
 def _given(step: Any, kept: Sequence[bool] | None = None, carried: Mapping[str, Any] | None = None) -> list[Argument]:
-    """Describe the arguments of a traced, lowered or compiled step in jax's order.
+    """Describe the arguments of a traced step in jax's order.
 
     Args:
       step: the step.
@@ -220,10 +221,7 @@ def _given(step: Any, kept: Sequence[bool] | None = None, carried: Mapping[str, 
       carried: what a pipelined step carries, which it has in dicts, by names.
     """
     paths = [path for path, _ in tree_flatten_with_path(step.args_info)[0]]
-    if isinstance(step, jax.stages.Traced):
-        avals, names = step.jaxpr.in_avals, step.jaxpr.jaxpr.debug_info.arg_names or [""] * len(paths)
-    else:  # a lowered step does not name the arguments
-        avals, names = jax.tree.leaves(step.in_avals), [jax.tree_util.keystr(path[2:]) for path in paths]
+    avals, names = step.jaxpr.in_avals, step.jaxpr.jaxpr.debug_info.arg_names or [""] * len(paths)
     states, by_name, found = _states(step.args_info), _states_by_name(carried or {}), list[Argument]()
     for k, (path, aval, name) in enumerate(zip(paths, avals, names, strict=True)):
         host = is_host_aval(aval)
@@ -321,3 +319,124 @@ def _first_program(step: Jitted, given: tuple[Any, Any], whole: Any, to: Target 
     others = [x for k, x in enumerate(arrays) if k not in taken]
     elsewhere = any(is_on_disk(x) or getattr(sharding_of(x), "memory_kind", None) == HOST_KIND for x in others)
     return dataclasses.replace(found, program=BEFORE, host_elsewhere=elsewhere)
+
+
+# -- compiling for a chip that is not there
+#
+# The step is traced for the CPU's devices and lowered for the target's platform, and the module goes to a compile-only
+# client of that platform's plugin: compile-only GPU devices report no memory spaces, and drop ``pinned_host``.
+
+_GPUS = ("a100", "h100", "h200")
+# Some topologies of each; there are more.
+_TPUS = {"v5e": "1x1, 2x2, 2x4, 4x4, 8x8", "v5p": "1x1x1, 2x2x1, 2x2x2, 2x2x4", "v6e": "1x1, 2x2, 2x4, 4x4, 8x8"}
+_CUDA_PLUGIN = "jax_plugins.xla_cuda13"
+# Without these, libtpu queries the machine of a TPU.
+_ENVIRONMENT = {
+    "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1",
+    "TPU_SKIP_MDS_QUERY": "1",
+    "TPU_ACCELERATOR_TYPE": "v5litepod-4",
+    "TPU_WORKER_HOSTNAMES": "localhost",
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+}
+
+
+def prepare() -> None:
+    """Set the environment variables that the plugins read, if nobody has; call it before jax asks for a platform."""
+    for name, value in _ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+
+
+@dataclasses.dataclass(frozen=True)
+class Target:
+    """A chip to compile for: its name as it was given, ``h200`` or ``v5e:2x2``, and its figures."""
+
+    name: str
+    chip: Chip
+
+    @property
+    def platform(self) -> str:
+        """The platform for jax's lowering: ``cuda`` or ``tpu``."""
+        return self.chip.platform
+
+    @property
+    def missing(self) -> str:
+        """The wheel that has to be installed to compile for this target; empty if it is there."""
+        wheel, module = ("jax-cuda13-plugin", "jax_cuda13_plugin") if self.platform == "cuda" else ("libtpu", "libtpu")
+        return "" if importlib.util.find_spec(module) else wheel
+
+
+def target_of(name: str) -> Target:
+    """Return the target of that name, and set the environment variables that its plugin reads.
+
+    Raises:
+      TypeError: ``name`` is not a string.
+      ValueError: the target is not known, or a TPU's name has no topology.
+    """
+    if not isinstance(name, str):
+        raise TypeError(f'target: expected the name of a chip, "h200" or "v5e:2x2"; got {name!r}.')
+    prepare()
+    kind, _, topology = name.lower().partition(":")
+    if kind in _GPUS and not topology:
+        return Target(kind, chip(kind))
+    if kind in _TPUS:
+        return Target(f"{kind}:{topology or '1x1'}", chip(kind))
+    known = ", ".join((*_GPUS, *(f"{tpu}:2x2" for tpu in _TPUS)))
+    raise ValueError(f"target: cannot compile for {name!r}. Known: {known} (of a TPU any topology).")
+
+
+def check_installed(target: Target) -> None:
+    """Raise ``ValueError`` if the compiler of ``target`` is not installed."""
+    if target.missing:
+        raise ValueError(
+            f"target: {target.missing}, which compiles for {target.name}, is not installed: "
+            "pip install 'jax_offload[aot]'."
+        )
+
+
+def _described(target: Target, name: str, **kwargs: Any) -> Any:
+    """Return the topology of that name.
+
+    If jax started before the environment was set, it has given up the plugin for GPUs and knows no topologies of cuda.
+    The plugin is then initialized once more. A plugin that cannot describe a chip at all fails in the same way.
+    """
+    prepare()
+    for again in (False, True):
+        try:
+            if again:
+                importlib.import_module(_CUDA_PLUGIN).initialize()
+            return topologies.get_topology_desc(platform=target.platform, topology_name=name, **kwargs)
+        except (NotImplementedError, ImportError) as error:
+            if again or target.platform != "cuda":
+                raise ValueError(
+                    f"target: jax's plugin that compiles for {target.name} cannot describe a chip that is not there "
+                    f"({error}). Its version has to be jax's own: pip install --upgrade 'jax_offload[aot]' "
+                    f"'jax=={jax.__version__}'."
+                ) from error
+        except jax.errors.JaxRuntimeError as error:
+            kind, _, topology = name.partition(":")
+            raise ValueError(
+                f"target: {kind} has no topology {topology!r}: {str(error).splitlines()[0]}. Known: "
+                f"{_TPUS.get(kind, 'none')} and larger ones."
+            ) from error
+
+
+@functools.cache
+def _devices(target: Target, n: int) -> list[Any]:
+    if target.platform == "cuda":
+        spec = Path(__file__).with_name(f"{target.name}.txtpb").read_text()
+        described = _described(target, target.name, target_config=spec, topology=f"1x1x{n}")
+    else:
+        described = _described(target, target.name)
+    if len(described.devices) < n:
+        raise ValueError(f"target: the step is for {n} devices, and {target.name} has {len(described.devices)}.")
+    return list(described.devices)[:n]
+
+
+def compile_for(target: Target, module: Any, n: int, options: dict[str, Any]) -> Any:
+    """Compile a StableHLO module, lowered for ``target.platform``, for ``n`` devices."""
+    check_installed(target)
+    devices = _devices(target, n)
+    ids = [device.id for device in devices] if target.platform == "tpu" else list(range(n))
+    # Autotuning needs the device.
+    tuned = {"xla_gpu_autotune_level": 0} if target.platform == "cuda" else {}
+    return private.compiled(module, devices, ids, {**tuned, **options})

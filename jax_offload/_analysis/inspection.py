@@ -5,15 +5,14 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from jax_offload._analysis.buffers import SCOPE
 from jax_offload._analysis.chips import Chip
 from jax_offload._analysis.chips import chip as chip_of
 from jax_offload._analysis.compiled import SAYS, Compiled, compiled
-from jax_offload._analysis.hlo import Module
+from jax_offload._analysis.hlo import SCOPE
 from jax_offload._analysis.timeline import (
     COMPUTE,
     LOAD,
@@ -84,45 +83,37 @@ def transfers(played: Timeline, unknown: str = UNKNOWN) -> tuple[Transfer, ...]:
 
 def problems(program: Compiled, schedule: Program, played: Timeline) -> tuple[Problem, ...]:
     """Return the faults of a step that is meant to be offloaded, errors first."""
-    found = [
-        *_nothing_there(program),
-        *_not_where_they_should_be(program),
-        *_crossed(program.module),
-        *_all_at_once(program, played),
-        *_host_arithmetic(schedule),
-    ]
+    checks = _nothing_there, _not_where_they_should_be, _crossed
+    found = [problem for check in checks for problem in check(program)]
+    found += [*_all_at_once(program, played), *_host_arithmetic(schedule)]
     return tuple(sorted(found, key=lambda problem: not problem.error))
 
 
-def _nothing_there(program: Compiled) -> list[Problem]:
-    if any(given.host for given in program.given.values()) or program.host_elsewhere or program.module.uses_host:
-        return []
-    state = [program.module.taken[number].nbytes for number, given in program.given.items() if given.state]
-    if not state:
-        return [
-            Problem(
-                "nothing that this step is given is in host memory, nor is it an optimizer's state: what no result "
-                "needs is left out by the compiler. Give the step a state, and return the new one"
-            )
-        ]
-    return [
-        Problem(
-            f"nothing that this step is given is in host memory; its optimizer state has {len(state)} leaves, "
-            f"{sum(state) / _MIB:.2f} MiB, on the device. Wrap the optimizer, "
-            "jax_offload.offload(...), and make the state with its init; or move one that is there: "
-            "jax_offload.to_host(tx, state)"
-        )
-    ]
+def _nothing_there(program: Compiled) -> Iterator[Problem]:
+    given, module = program.given, program.module
+    if any(x.host for x in given.values()) or program.host_elsewhere or module.uses_host:
+        return
+    state = [module.taken[number].nbytes for number, x in given.items() if x.state]
+    what = (
+        f"; its optimizer state has {len(state)} leaves, {sum(state) / _MIB:.2f} MiB, on the device. Wrap the "
+        "optimizer, jax_offload.offload(...), and make the state with its init; or move one that is there: "
+        "jax_offload.to_host(tx, state)"
+        if state
+        else ", nor is it an optimizer's state: what no result needs is left out by the compiler. Give the step a "
+        "state, and return the new one"
+    )
+    yield Problem(f"nothing that this step is given is in host memory{what}")
 
 
-def _not_where_they_should_be(program: Compiled) -> list[Problem]:
+def _not_where_they_should_be(program: Compiled) -> Iterator[Problem]:
     arrays, names = program.module.taken, {n: op.scope for n, op in program.module.arguments.items()}
-    # Matched by type: a compiled program does not say which argument a result replaces.
-    # A gradient in host memory is used up.
-    used_up = {number for number, x in program.given.items() if x.kept_on_host is False}
-    taken = Counter((x.dtype, x.shape) for number, x in arrays.items() if x.host and number not in used_up)
+    # Matched by type: a compiled program does not say which argument a result replaces. A gradient in host memory is
+    # used up.
+    taken = Counter(
+        (x.dtype, x.shape) for n, x in arrays.items()
+        if x.host and (n not in program.given or program.given[n].kept_on_host is not False)
+    )  # fmt: skip
     given_back = Counter((x.dtype, x.shape) for x in program.module.given_back.values() if x.host)
-    found = []
     for number, given in program.given.items():
         array, kept = arrays.get(number), given.kept_on_host
         if array is None:
@@ -130,14 +121,13 @@ def _not_where_they_should_be(program: Compiled) -> list[Problem]:
         if kept is None:  # no update is seen
             kept = given.state and given_back[array.dtype, array.shape] > taken[array.dtype, array.shape]
         if given.host and not array.host:
-            what = "is handed over in host memory, and the program takes it on the device"
-            found.append(Problem(what, names[number]))
+            yield Problem("is handed over in host memory, and the program takes it on the device", names[number])
         elif kept and not given.host:
             what = (
                 "belongs in host memory and arrives on the device, where it stays throughout the step. Move it before, "
                 "jax_offload.to_host(tx, state), or restore into jax_offload.abstract_state(tx, params)"
             )
-            found.append(Problem(what, names[number]))
+            yield Problem(what, names[number])
     for (dtype, shape), times in taken.items():
         leaves = [names[number] for number, x in arrays.items() if (x.dtype, x.shape) == (dtype, shape)]
         if (lost := times - given_back[dtype, shape]) > 0:
@@ -146,51 +136,44 @@ def _not_where_they_should_be(program: Compiled) -> list[Problem]:
                 "finds them on the device. Return the state, with out_shardings of "
                 "jax_offload.abstract_state(tx, params) where there are any"
             )
-            found.append(Problem(what, leaves[0] if len(leaves) == 1 else ""))
-    return found
+            yield Problem(what, leaves[0] if len(leaves) == 1 else "")
 
 
-def _crossed(module: Module) -> list[Problem]:
+def _crossed(program: Compiled) -> Iterator[Problem]:
     """Find donated buffers that are paired with a result in another memory."""
-    why = (
-        "in another memory: that aborts on a CPU, and overwrites memory on a GPU. Return donated arguments in their "
-        "order, or jit with jax_offload.jit"
-    )
-    found = []
+    module = program.module
     for place, number in module.aliases.items():
         if module.taken[number].host != module.given_back[place].host:
-            result = f"result {place[0] if place else 0}"
-            what = f"is donated, and its buffer is given to {result}, {why}"
-            found.append(Problem(what, module.arguments[number].scope))
-    return found
+            what = (
+                f"is donated, and its buffer is given to result {place[0] if place else 0}, in another memory: that "
+                "aborts on a CPU, and overwrites memory on a GPU. Return donated arguments in their order, or jit with "
+                "jax_offload.jit"
+            )
+            yield Problem(what, module.arguments[number].scope)
 
 
-def _all_at_once(program: Compiled, played: Timeline) -> list[Problem]:
-    state = any(given.host for given in program.given.values())
+def _all_at_once(program: Compiled, played: Timeline) -> Iterator[Problem]:
     loaded = defaultdict[str, int](int)
     for s in played.segments:
         if s.lane == LOAD and s.name != UNKNOWN:
             loaded[s.name] += s.nbytes
     held, total = played.window, sum(loaded.values())
     ours = any(SCOPE.search(op.scope) for at in program.module.computations.values() for op in at.ops)
-    if not state or not total or held < (_MOST_OF_A_STREAM if ours else _MOST) * total or (ours and held < _LARGE):
-        return []
-    leaves = _leaves(sorted(loaded, key=lambda leaf: (-loaded[leaf], leaf)))
-    why = (
-        "its leaves are loaded whole: jax_offload.placement(step, *args) says why"
-        if ours
-        else "nothing holds the loads back, as by the usual recipe of device_put, update, device_put: the step's peak "
-        "does not fall. Let jax_offload.offload(...) load, update and store"
-    )
-    return [
-        Problem(
-            f"{held / _MIB:.2f} MiB of the state are on the device at once, of {total / _MIB:.2f} ({leaves}): {why}",
-            error=not ours,
+    if not any(given.host for given in program.given.values()) or not total or (ours and held < _LARGE):
+        return
+    if held >= (_MOST_OF_A_STREAM if ours else _MOST) * total:
+        leaves = _leaves(sorted(loaded, key=lambda leaf: (-loaded[leaf], leaf)))
+        why = (
+            "its leaves are loaded whole: jax_offload.placement(step, *args) says why"
+            if ours
+            else "nothing holds the loads back, as by the usual recipe of device_put, update, device_put: the step's "
+            "peak does not fall. Let jax_offload.offload(...) load, update and store"
         )
-    ]
+        of = f"{held / _MIB:.2f} MiB of the state are on the device at once, of {total / _MIB:.2f} ({leaves})"
+        yield Problem(f"{of}: {why}", error=not ours)
 
 
-def _host_arithmetic(schedule: Program) -> list[Problem]:
+def _host_arithmetic(schedule: Program) -> Iterator[Problem]:
     found: dict[str, dict[str, None]] = {}
     for op in (op for at in schedule.module.run for op in at.ops):
         host = '_xla_compute_type="host"' in op.rest or op.target == "HostExecute"
@@ -208,7 +191,7 @@ def _host_arithmetic(schedule: Program) -> list[Problem]:
             )
         read = [of.scope for x in op.operands if (of := schedule.buffers.argument(x)) and of.array and of.array.host]
         found.setdefault(what, {}).update(dict.fromkeys(read))
-    return [Problem(what, _leaves(sorted(leaves)), error=False) for what, leaves in found.items()]
+    yield from (Problem(what, _leaves(sorted(leaves)), error=False) for what, leaves in found.items())
 
 
 def _leaves(names: Sequence[str]) -> str:
@@ -230,8 +213,9 @@ class Inspection:
     Attributes:
       target: the chip for which the step was compiled, or the platform.
       peak: the peak of device memory in the step, from XLA's compiler.
-      parts: the peak by kind: parameters, gradients, activations, window and others. They are worked out from the
-        lifetimes in the schedule; ``rest`` is the difference to XLA's peak and may be negative.
+      parts: the peak by kind, from XLA's compiler: parameters, state on the device, gradients that wait for their
+        update, other arguments, new results (those that take no donated buffer), and temporaries (activations,
+        gradients, the window).
       host: pinned host memory of the step's arguments, results and temporaries.
       host_temp: the temporaries among them. A program that streams in place has none.
       transfers: one for each leaf and direction between host and device.
@@ -295,11 +279,7 @@ class Inspection:
     def __str__(self) -> str:
         how = "compiled, not run" if self.compiled_for else "compiled"
         parts = [(f"peak of device memory ({how})", _mib(self.peak))]
-        parts += [
-            (f"  {name}" if nbytes > 0 else "  less what XLA packs closer", _mib(nbytes))
-            for name, nbytes in self.parts.items()
-            if abs(nbytes) >= 0.005 * _MIB
-        ]
+        parts += [(f"  {name}", _mib(nbytes)) for name, nbytes in self.parts.items() if nbytes >= 0.005 * _MIB]
         # XLA's analysis counts all memory of a CPU as device memory.
         host = ("pinned host memory: a CPU counts it above", "") if self.target == "cpu" else None
         parts += [host or ("pinned host memory", _mib(self.host))]
@@ -348,11 +328,10 @@ def inspect(
     are no transfers to see and the peak says little; pass ``target``. ``unseen`` says what cannot be told.
 
     Args:
-      step: a training step, jitted with its donation, or by ``jax_offload.jit``; the result of
-        ``jax_offload.pipelined``, whose second call is inspected; or the result of
-        ``.lower(...)`` or ``.compile()``.
-      *args: the step's arguments, concrete or abstract (``jax.ShapeDtypeStruct`` with a sharding); none if ``step`` is
-        lowered or compiled. For a pipelined step, the original step's arguments, or the call's.
+      step: a training step, jitted with its donation, or by ``jax_offload.jit``; or the result of
+        ``jax_offload.pipelined``, whose second call is inspected.
+      *args: the step's arguments, concrete or abstract (``jax.ShapeDtypeStruct`` with a sharding). For a pipelined
+        step, the original step's arguments, or the call's.
       target: a chip to compile for: ``"h200"``, ``"h100"``, ``"v5e:2x2"``, or ``v5p`` and ``v6e`` with a topology. It
         needs the extra ``aot``, and arguments that are abstract or on the CPU.
       chip: the chip whose speeds the simulation uses, as ``jax_offload.chip`` takes it; the target's if left out.
@@ -383,15 +362,12 @@ def inspected(program: Compiled, chip: str | Path | Chip | None) -> Inspection:
     own = program.chip and (program.chip.beside_others if program.module.devices > 1 else program.chip)
     speeds = own if chip is None else chip
     # Without the chip's figures the schedule still tells what lives when; its times are then discarded.
-    schedule = Program(program.module, chip_of("h200" if speeds is None else speeds), program.roles)
-    run, m = schedule.timeline(), program.memory
-    peak = m.argument_size_in_bytes + m.output_size_in_bytes - m.alias_size_in_bytes + m.temp_size_in_bytes
+    schedule = Program(program.module, chip_of("h200" if speeds is None else speeds))
+    run, m, parts = schedule.timeline(), program.memory, program.parts
     host = m.host_argument_size_in_bytes + m.host_output_size_in_bytes - m.host_alias_size_in_bytes
-    parts = {kind: nbytes for kind, nbytes in run.peak.items() if nbytes}
-    parts["rest"] = peak - sum(parts.values())
     return Inspection(
         target=program.target,
-        peak=peak,
+        peak=sum(parts.values()),
         parts=parts,
         host=host + m.host_temp_size_in_bytes,
         host_temp=m.host_temp_size_in_bytes,
@@ -404,9 +380,7 @@ def inspected(program: Compiled, chip: str | Path | Chip | None) -> Inspection:
     )
 
 
-def verify(
-    step: Any, *args: Any, target: str | None = None, chip: str | Path | Chip | None = None, **kwargs: Any
-) -> Inspection:
+def verify(step: Any, *args: Any, target: str | None = None, **kwargs: Any) -> Inspection:
     """Raise if the offload of a step is not real: one line for your script or a test.
 
     The offload is not real if nothing of the state is in host memory, if a leaf arrives on the device or does not
@@ -418,7 +392,6 @@ def verify(
       step: the step, as for ``jax_offload.inspect``.
       *args: the step's arguments.
       target: the chip to compile for, as for ``jax_offload.inspect``.
-      chip: the chip whose speeds to simulate with, as for ``jax_offload.inspect``.
       **kwargs: the step's keyword arguments.
 
     Returns:
@@ -434,7 +407,7 @@ def verify(
       >>> jo.verify(step, params, tx.init(params)).errors
       ()
     """
-    found = inspect(step, *args, target=target, chip=chip, **kwargs)
+    found = inspect(step, *args, target=target, **kwargs)
     if found.errors:
         said = "\n".join(f"- {p.leaf}: {p.what}" if p.leaf else f"- {p.what}" for p in found.errors[:10])
         more = f"\nand {len(found.errors) - 10} more" if len(found.errors) > 10 else ""

@@ -19,15 +19,15 @@ from jax.tree_util import tree_map_with_path
 from jax_offload._analysis.answer import ON_A_HOST, OPERATIONS, Plan, Row
 from jax_offload._analysis.chips import Chip
 from jax_offload._analysis.chips import chip as chip_of
+from jax_offload._analysis.compiled import target_of
 from jax_offload._analysis.inspection import inspect
-from jax_offload._analysis.targets import target_of
 from jax_offload._analysis.timeline import compute_time
 from jax_offload._base.around import shardings_of
 from jax_offload._base.arrays import Offloaded, nbytes
 from jax_offload._base.jaxprs import Var
 from jax_offload._base.paths import key_of
 from jax_offload._base.shardings import names_in, sharding_of, shards_of
-from jax_offload._base.text import bytes_of, count_of, in_bytes
+from jax_offload._base.text import bytes_of, count_of, in_bytes, in_seconds
 from jax_offload._disk.disk import Disk
 from jax_offload._emit.region import Moved, Update
 from jax_offload._interop.jit import jit
@@ -149,7 +149,13 @@ def plan(
     elif layers is not None and width is not None and tokens is not None:
         activations = _activations(leaves, dtype, count, layers, width, tokens, said)
     multiplied = sum(math.prod(np.shape(x)) for x in leaves if np.ndim(x) >= 2)
-    speed = known and 1 / compute_time(known, 1.0, dtype)
+    compute = known and tokens and compute_time(known, OPERATIONS * multiplied * tokens / count, dtype)
+    if known and compute and (made is None or made.target is None):
+        speed = f"{1e-12 / compute_time(known, 1.0, dtype):.4g} TFLOP/s"
+        said.append(
+            f"arithmetic: {tokens:,} tokens × {OPERATIONS} operations per matrix parameter, at {speed}, take "
+            f"{in_seconds(compute)}"
+        )
     limit = known.hbm_bytes if known and device_memory is None else device_memory
     host = known and known.dram_bytes
     if host_memory is not None:
@@ -158,14 +164,12 @@ def plan(
         chip=known,
         tokens_per_step=tokens,
         devices=count,
-        activations=activations,
-        speed=speed,
-        compute=tokens and speed and OPERATIONS * multiplied * tokens / count / speed,
+        compute=compute,
         device_memory=None if limit is None else bytes_of("device_memory", limit),
         host_memory=host,
     )
     inner, given = _inner_of(tx)
-    rows = _Rows(inner, params, setting, made)
+    rows = _Rows(inner, params, activations, setting, made)
     if not isinstance(tx, Offloaded) and any(leaf.host or leaf.disk for leaf, _, _ in placed_leaves(tx, params)[0]):
         found = [rows.judged("as given", tx, "tx unchanged", "jo.jit")]
         rows.notes.append("an offload inside of a chain: for other rows give jo.offload(the whole chain)")
@@ -220,8 +224,8 @@ class _Rows:
       notes: what was found on the way, such as a row that could not be compiled.
     """
 
-    def __init__(self, inner: Any, params: Any, setting: Plan, made: Steps | None) -> None:
-        self.inner, self.params, self.setting, self.made = inner, params, setting, made
+    def __init__(self, inner: Any, params: Any, activations: int | None, setting: Plan, made: Steps | None) -> None:
+        self.inner, self.params, self.activations, self.setting, self.made = inner, params, activations, setting, made
         self.notes = list[str]()
 
     def judged(self, name: str, tx: Any, code: str, run: str, same: bool = True) -> Row:
@@ -229,7 +233,7 @@ class _Rows:
         parameters = sum(map(own_bytes, jax.tree.leaves(self.params)))
         code = f"{code}; step = {run}(step, donate_argnums=(0, 1))"
         row = Row(name, code, parameters, parameters, **sizes_of(tx, self.params, run),
-                  activations=self.setting.activations, same_numbers=same)  # fmt: skip
+                  activations=self.activations, same_numbers=same)  # fmt: skip
         return self.setting.judged(row if self.made is None else self.made.compiled(row, tx, run, self.setting.chip))
 
     def row(self, name: str, options: Mapping[str, Any], run: str = "jo.jit") -> list[Row]:
@@ -339,8 +343,7 @@ class Steps:
             return dataclasses.replace(row, compiled=self.target, fits=False, why="more than the compiler can place")
         left = found.peak - row.parameters - row.state
         window = min(row.window or 0, left)
-        gradients = min(found.parts.get("gradients", 0), left - window)
-        figures: dict[str, Any] = {"window": window, "gradients": gradients, "activations": left - window - gradients}
+        figures: dict[str, Any] = {"window": window, "gradients": 0, "activations": left - window}
         figures |= {"compiled": self.target, "host": max(row.host, found.host)}
         if (time := found.timeline) is not None and not found.program:  # of several programs this is only the first
             figures |= {"loaded": found.loaded, "stored": found.stored, "link": time.link, "added": time.exposed}

@@ -28,6 +28,11 @@ class Profile(Timeline):
     divided by the number of steps. A picture or a trace shows all measured steps.
 
     Attributes:
+      segments: all that ran, each with ``lane``, ``begin``, ``end``, ``name`` and ``nbytes``.
+      chip: empty, as nothing is simulated.
+      link: seconds in which the busier way of the link is in use.
+      window: 0, as a profile does not show it.
+      steps: the number of measured steps.
       simulated: the simulated timeline; ``None`` if the chip's figures are unknown or the step is several programs.
 
     Example:
@@ -170,7 +175,7 @@ def segments_of(data: Any, module: Module | None = None) -> list[Segment]:
 def _segment(line: str, event: Any, copies: Mapping[str, tuple[bool, int]]) -> Segment | None:
     """Return the segment of an event; ``None`` if it starts, ends or contains others that count themselves."""
     name, begin, lane, nbytes = _plain(event.name), event.start_ns / 1e9, COMPUTE, 0
-    plain = event.name.replace(" ", "").lower()
+    plain = name.replace(" ", "").lower()
     if line == _BESIDE and name in copies:
         loads, nbytes = copies[name]
         lane = LOAD if loads else STORE
@@ -179,7 +184,7 @@ def _segment(line: str, event: Any, copies: Mapping[str, tuple[bool, int]]) -> S
         nbytes = _bytes(event)
     elif line in (_OPS, _BESIDE) and (_RUNS.match(name) or (line == _OPS and _STARTS_OR_ENDS.match(name))):
         lane = ""
-    elif _COLLECTIVE.match(event.name if line.startswith("Stream") else name):
+    elif _COLLECTIVE.match(name):
         lane = COLLECTIVES
     elif line == _BESIDE:
         lane = ""
@@ -188,7 +193,7 @@ def _segment(line: str, event: Any, copies: Mapping[str, tuple[bool, int]]) -> S
 
 def _plain(name: str) -> str:
     """Return the name of ``%copy-start.3 = (f32[8]{0}, ...) copy-start(...)``, as a TPU's traces write it."""
-    return name.lstrip("%").partition(" ")[0]
+    return name[1:].partition(" ")[0] if name.startswith("%") else name
 
 
 def _copies(module: Module) -> dict[str, tuple[bool, int]]:

@@ -1,4 +1,4 @@
-"""A scheduled program, played: when it computes, when it copies each way, and what it holds in device memory.
+"""A scheduled program, played: when it computes, and when it copies each way.
 
 The package's one model of time, not a measurement: no latency, no launch, no contention for device memory. Arithmetic
 runs in the order of the schedule, matmuls at a share of the chip's peak, all else at the speed of its memory. Beside it
@@ -21,10 +21,8 @@ from typing import Any
 
 import jax
 
-from jax_offload._analysis.buffers import WINDOW, Buffers, Held
 from jax_offload._analysis.chips import Chip
-from jax_offload._analysis.chips import chip as chip_of
-from jax_offload._analysis.hlo import RUNS, Computation, Module, Op
+from jax_offload._analysis.hlo import RUNS, Buffers, Computation, Module, Op
 from jax_offload._base.text import in_seconds
 
 Span = tuple[float, float]  # from when to when, in seconds
@@ -94,23 +92,23 @@ class Cost:
     """The effects of one operation of the schedule, in the order of the attributes.
 
     Attributes:
-      begin: the bytes of each kind that the operation begins to hold in device memory.
+      begin: the loaded bytes that the operation begins to hold in device memory.
       starts: the copies and collectives that it starts, each on a queue beside the arithmetic, from 0 on, by the key
         that ``waits`` names.
       waits: the keys of the copies and collectives that it waits for.
       runs: another computation that it runs, and how often.
       seconds: the seconds of its arithmetic.
       name: the name of its arithmetic.
-      end: the bytes of each kind that it releases, as negative numbers.
+      end: the loaded bytes that it releases.
     """
 
-    begin: Held = ()
+    begin: int = 0
     starts: Mapping[str, Segment] = dataclasses.field(default_factory=dict)
     waits: tuple[str, ...] = ()
     runs: tuple[Computation, int] | None = None
     seconds: float = 0.0
     name: str = ""
-    end: Held = ()
+    end: int = 0
 
 
 class Program:
@@ -118,22 +116,18 @@ class Program:
 
     Attributes:
       segments: all that runs, in the order of the starts.
-      memory: (time, bytes in device memory) for each change; ``at_most`` has the peak by kind.
       free: when each queue is free.
+      held: the loaded bytes in device memory now; ``window`` is the most that they were.
     """
 
-    def __init__(self, module: Module, chip: Chip, roles: Mapping[int, str] | None = None) -> None:
+    def __init__(self, module: Module, chip: Chip) -> None:
         self.chip, self.module = chip, module
-        self.cache = "S(1)" if chip.platform == "tpu" else ""  # its memory on the chip
-        self.buffers = Buffers(module, roles or {}, self.cache)
+        self.cache = "S(1)" if chip.platform == "tpu" else "none"  # its memory on the chip
+        self.buffers = Buffers(module)
         self._known: dict[Computation, list[Cost]] = {}
         self.now, self.free = 0.0, defaultdict[str, float](float)
         self.segments: list[Segment] = []
-        self.kinds = defaultdict[str, int](int, self.buffers.standing())
-        self.total = sum(self.kinds.values())
-        self.memory = [(0.0, self.total)]
-        self.most, self.at_most = self.total, dict(self.kinds)
-        self.window = self.kinds[WINDOW]  # the most that it was
+        self.held = self.window = 0
 
     def costs(self, at: Computation) -> list[Cost]:
         """Return the costs of a computation's operations."""
@@ -155,8 +149,8 @@ class Program:
             return Cost(starts={op.name: self._copy(op, *copy)})
         if (nbytes := op.collective) is not None:
             return _collective(op, nbytes / self.chip.interconnect)
-        moved, cached = op.moved, self.cache or "none"
-        traffic = sum(nbytes for x, nbytes, _ in moved if not x.host and cached not in x.layout)
+        moved = op.moved
+        traffic = sum(nbytes for x, nbytes, _ in moved if not x.host and self.cache not in x.layout)
         matmuls = sum(n / (self.chip.bf16 if narrow else self.chip.f32) for n, narrow in op.operations)
         seconds = max(matmuls, traffic / self.chip.hbm_bandwidth)
         if op.starts and not matmuls:
@@ -177,7 +171,8 @@ class Program:
         """Run a computation from now on."""
         in_flight: dict[str, int] = {}  # the place of its segment
         for cost in self.costs(at):
-            self._hold(cost.begin)
+            self.held += cost.begin
+            self.window = max(self.window, self.held)
             for key, start in cost.starts.items():
                 in_flight[key] = self._start(start)
             for key in cost.waits:
@@ -188,7 +183,7 @@ class Program:
             if cost.seconds:
                 self.segments.append(Segment(COMPUTE, self.now, self.now + cost.seconds, cost.name))
                 self.now += cost.seconds
-            self._hold(cost.end)
+            self.held -= cost.end
         for place in sorted(in_flight.values(), key=lambda place: self.segments[place].end):
             self._wait(place)
 
@@ -216,30 +211,10 @@ class Program:
                 self.segments.append(Segment(COMPUTE, self.now, of.end, "copy within the device"))
             self.now = of.end
 
-    def _hold(self, nbytes: Held) -> None:
-        if not nbytes:
-            return
-        for kind, more in nbytes:
-            self.kinds[kind] += more
-            self.total += more
-        if self.memory[-1][0] == self.now:
-            self.memory[-1] = self.now, max(self.total, self.memory[-1][1] if nbytes[0][1] > 0 else self.total)
-        else:
-            self.memory.append((self.now, self.total))
-        self.window = max(self.window, self.kinds[WINDOW])
-        if self.total > self.most:
-            self.most, self.at_most = self.total, dict(self.kinds)
-
     def timeline(self) -> Timeline:
         """Play the whole program."""
         self.play(self.module.entry)
-        found = Timeline(
-            segments=tuple(self.segments),
-            chip=self.chip.name,
-            memory=tuple(self.memory),
-            peak=self.at_most,
-            window=self.window,
-        )
+        found = Timeline(tuple(self.segments), self.chip.name, window=self.window)
         return dataclasses.replace(found, link=link_time(self.chip, found.loaded, found.stored))
 
 
@@ -284,9 +259,7 @@ class Timeline:
       segments: all that ran, each with ``lane``, ``begin``, ``end``, ``name`` and ``nbytes``.
       chip: the chip whose speeds the simulation uses; empty if measured.
       link: seconds that the copies between host and device would take alone, both ways at once.
-      memory: pairs of seconds and bytes in device memory, one for each change; empty if measured.
-      peak: the peak of ``memory``, in bytes by kind.
-      window: the most bytes of the state, old and new values, in device memory at a time.
+      window: the most bytes from the host that are in device memory at a time, before their last use; 0 if measured.
       steps: the number of steps.
 
     Example:
@@ -299,8 +272,6 @@ class Timeline:
     segments: tuple[Segment, ...] = dataclasses.field(repr=False)
     chip: str = ""
     link: float = 0.0
-    memory: tuple[tuple[float, int], ...] = dataclasses.field(default=(), repr=False)
-    peak: Mapping[str, int] = dataclasses.field(default_factory=dict, repr=False)
     window: int = 0
     steps: int = 1
 
@@ -374,8 +345,8 @@ class Timeline:
     def save(self, path: str | Path) -> None:
         """Write a picture, ``.png`` or ``.svg``, or with ``.json`` a trace that https://ui.perfetto.dev opens.
 
-        The picture has a lane for compute and one for each direction of the link, with waits in red, and below them the
-        device memory in use. It needs matplotlib (the extra ``plot``).
+        The picture has a lane for compute and one for each direction of the link, with waits in red. It needs
+        matplotlib (the extra ``plot``).
 
         Args:
           path: the path of the file, which ends with ``.png``, ``.svg`` or ``.json``.
@@ -392,13 +363,8 @@ class Timeline:
             raise ValueError(f"save(): path {str(path)!r} ends with {path.suffix!r}; expected .png, .svg or .json.")
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the sums as JSON types, without segments and memory."""
+        """Return the sums as JSON types, without segments."""
         return {name: getattr(self, name) for name in (*SECONDS, "link", "loaded", "stored", "window", "chip", "steps")}
-
-
-def timeline(text: str, chip: str | Path | Chip, roles: Mapping[int, str] | None = None) -> Timeline:
-    """Play a module's text on a chip. ``roles`` maps an argument's number to one of ``buffers.KINDS``."""
-    return Program(Module(text), chip_of(chip), roles).timeline()
 
 
 _LANES = {
@@ -420,38 +386,34 @@ def lanes_of(timeline: Timeline) -> list[str]:
 
 
 def draw(timeline: Timeline, path: Path) -> None:
-    """Draw the lanes, and below them the curve of device memory, to a ``.png`` or ``.svg``."""
+    """Draw the lanes to a ``.png`` or ``.svg``."""
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
         raise ValueError(
             "save(): a picture needs matplotlib: pip install 'jax_offload[plot]'; a .json needs nothing."
         ) from error
-    lanes, end, curve = lanes_of(timeline), timeline.step * timeline.steps or 1e-9, bool(timeline.memory)
-    figure = Figure(figsize=(13, 0.62 * len(lanes) + 1.6 + 2.2 * curve), layout="constrained")
-    ratios: Any = {"height_ratios": [0.62 * len(lanes) + 0.3, 2.0]} if curve else {}
-    axes: Any = figure.subplots(2 if curve else 1, 1, sharex=True, squeeze=False, gridspec_kw=ratios)[:, 0]
+    lanes, end = lanes_of(timeline), timeline.step * timeline.steps or 1e-9
+    figure = Figure(figsize=(13, 0.62 * len(lanes) + 1.6), layout="constrained")
+    axes: Any = figure.subplots()
     for row, lane in enumerate(lanes):
         segments = [s for s in timeline.segments if s.lane == lane]
-        _bars(axes[0], row, [(s.begin, s.end) for s in segments], _LANES[lane][1])
+        _bars(axes, row, [(s.begin, s.end) for s in segments], _LANES[lane][1])
         for s in segments:
             if (share := (s.end - s.begin) / end) >= _LABELLED and s.name:
                 letters = int(share * 150)
                 text = s.name if len(s.name) <= letters else "…" + s.name[1 - letters :] if letters > 4 else ""
-                axes[0].text(1e3 * (s.begin + s.end) / 2, row, text, ha="center", va="center", fontsize=7,
-                             color="white", clip_on=True)  # fmt: skip
-    _bars(axes[0], 0, timeline.waits, _WAIT)
+                axes.text(1e3 * (s.begin + s.end) / 2, row, text, ha="center", va="center", fontsize=7,
+                          color="white", clip_on=True)  # fmt: skip
+    _bars(axes, 0, timeline.waits, _WAIT)
     moved = [sum(s.nbytes for s in timeline.segments if s.lane == lane) for lane in lanes]
     names = [_LANES[lane][0] + (f"\n{n / 2**20:.0f} MiB" if n else "") for lane, n in zip(lanes, moved, strict=True)]
-    axes[0].set_yticks(range(len(lanes)), names)
-    axes[0].set_ylim(len(lanes) - 0.4, -0.6)
-    axes[0].set_xlim(0, end * 1e3)
-    axes[0].set_title(_title(timeline), loc="left", fontsize=10)
-    if curve:
-        _memory(axes[1], timeline, end * 1e3)
-    for each in axes:
-        each.spines[["top", "right"]].set_visible(False)
-    axes[-1].set_xlabel("ms")
+    axes.set_yticks(range(len(lanes)), names)
+    axes.set_ylim(len(lanes) - 0.4, -0.6)
+    axes.set_xlim(0, end * 1e3)
+    axes.set_title(_title(timeline), loc="left", fontsize=10)
+    axes.set_xlabel("ms")
+    axes.spines[["top", "right"]].set_visible(False)
     figure.savefig(path, dpi=110)
 
 
@@ -471,22 +433,8 @@ def _title(t: Timeline) -> str:
     )
 
 
-def _memory(axes: Any, timeline: Timeline, end: float) -> None:
-    times = [1e3 * seconds for seconds, _ in timeline.memory] + [end]
-    unit, name = (2**30, "GiB") if max(n for _, n in timeline.memory) > 4 * 2**30 else (2**20, "MiB")
-    values = [nbytes / unit for _, nbytes in timeline.memory]
-    most = max(values)
-    axes.stairs(values, times, fill=True, color="#d5dde8")
-    axes.stairs(values, times, color="#4c6a92", linewidth=1.0)
-    axes.axhline(most, color="#8a8a8a", linewidth=0.7, linestyle=":")
-    parts = (f"{kind} {n / unit:.4g}" for kind, n in timeline.peak.items() if n / unit > 0.01 * most)
-    axes.text(0.005 * end, most, f"{most:.4g} {name}: {', '.join(parts)}", va="bottom", fontsize=8)
-    axes.set_ylim(0, 1.18 * most)
-    axes.set_ylabel(f"device memory, {name}")
-
-
 def trace(timeline: Timeline) -> dict[str, Any]:
-    """Return Chrome's trace format, which Perfetto opens: a thread for each lane, a counter for device memory."""
+    """Return Chrome's trace format, which Perfetto opens: a thread for each lane."""
     lanes = lanes_of(timeline)
     events: list[Mapping[str, Any]] = [
         {"ph": "M", "pid": 1, "tid": k, "name": name, "args": args}
@@ -497,6 +445,4 @@ def trace(timeline: Timeline) -> dict[str, Any]:
         args = {"bytes": s.nbytes} if s.lane != COMPUTE else {}
         times = {"ts": 1e6 * s.begin, "dur": 1e6 * (s.end - s.begin)}
         events.append({"ph": "X", "pid": 1, "tid": lanes.index(s.lane), "name": s.name, "args": args} | times)
-    for seconds, nbytes in timeline.memory:
-        events.append({"ph": "C", "pid": 1, "name": "device memory", "ts": 1e6 * seconds, "args": {"bytes": nbytes}})
     return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": {"what": _title(timeline)}}

@@ -72,6 +72,11 @@ def opaque(x: Any) -> Any:
     return jax.lax.optimization_barrier(x)
 
 
+def gate_equation() -> Equation:
+    """An equation of the primitive of ``gate``, to be replaced by one with other operands and results."""
+    return jaxpr_of(lambda x: _GATE.bind(x), jax.ShapeDtypeStruct((), np.int32))[0].jaxpr.eqns[0]
+
+
 def equation_of_together(values: Mapping[Var, Var]) -> Equation:
     """``together`` as an equation. ``values`` maps each operand to its result."""
     avals = [jax.ShapeDtypeStruct((), np.int32) for _ in values]

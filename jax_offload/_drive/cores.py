@@ -36,7 +36,7 @@ from jax_offload._base.memory import (
     with_kind,
 )
 from jax_offload._base.processes import allgathered
-from jax_offload._base.shardings import Box, box_of, box_of_shape, shape_of
+from jax_offload._base.shardings import Box, box_of, shape_of
 
 # The fewest elements in a part, and the number of parts for each thread: threads that are delayed take fewer.
 _AT_LEAST, _PARTS = 2**16, 8
@@ -87,12 +87,12 @@ def brought_back(x: jax.Array, sharding: Sharding) -> jax.Array:
     it otherwise if need be; a program of XLA has made it whole."""
     if x.sharding == sharding:
         return x
-    as_it_is, here = with_kind(sharding, str(x.sharding.memory_kind)), x.sharding.device_set == sharding.device_set
-    if not here and not _is_plain(x, sharding):
+    as_it_is = with_kind(sharding, str(x.sharding.memory_kind))
+    if x.sharding.device_set == sharding.device_set:
+        if not x.sharding.is_equivalent_to(as_it_is, x.ndim):  # it is divided otherwise in device memory
+            x = jax.device_put(jax.device_put(x, with_kind(x.sharding, DEVICE_KIND)), with_kind(sharding, DEVICE_KIND))
+    elif not _is_plain(x, sharding):
         return jax.device_put(np.asarray(x), as_it_is, may_alias=on_host(x))
-    if here and not x.sharding.is_equivalent_to(as_it_is, x.ndim):
-        x = jax.device_put(x, with_kind(x.sharding, DEVICE_KIND))
-        x = jax.device_put(x, with_kind(sharding, DEVICE_KIND))
     return jax.device_put(x, sharding)
 
 
@@ -116,20 +116,21 @@ def one_of(x: Any) -> Any:
     return x.addressable_data(0) if isinstance(x, jax.Array) and x.is_fully_replicated else x
 
 
-def replicas_of(x: Any) -> dict[Box, list[Any]]:
+def replicas_of(x: jax.Array) -> dict[Box, list[jax.Array]]:
     """Map the boxes of an array that this process has to their replicas."""
-    if not isinstance(x, jax.Array):
-        return {box_of_shape(np.shape(x)): [x]}
-    found: dict[Box, list[Any]] = {}
+    found: dict[Box, list[jax.Array]] = {}
     for shard in x.addressable_shards:
         found.setdefault(box_of(shard.index, x.shape), []).append(shard.data)
     return found
 
 
-def memory_of(x: Any) -> Any:
-    """Return an array's memory as a view, or a copy where host memory has no address. XLA does not know of it, so that
-    it can still donate the array."""
-    if not isinstance(x, jax.Array) or not has_addresses(x.sharding.device_set):
+def memory_of(x: jax.Array) -> Any:
+    """Return an array's memory as a view; a copy where it has no address, or another layout than row by row.
+
+    XLA does not know of the view, so that it can still donate the array.
+    """
+    layout = cast(Any, x).format.layout
+    if not has_addresses(x.sharding.device_set) or layout.major_to_minor != tuple(range(x.ndim)):
         return np.asarray(x)
     buffer = (ctypes.c_char * x.nbytes).from_address(jax.block_until_ready(x).unsafe_buffer_pointer())
     return np.frombuffer(buffer, x.dtype).reshape(x.shape)

@@ -1,22 +1,20 @@
 """The leaves on disk of a step: their reads become inputs of its program, and their writes results.
 
-When the step runs, ``Moving`` reads ahead of its stages and writes behind them.
+When the step runs, they are read ahead of its stages and written behind them, as ``Moves`` says.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence, Set
-from concurrent.futures import Future
 from typing import Any, cast
 
-import jax
 from jax.sharding import Sharding, SingleDeviceSharding
 
 from jax_offload._base.arrays import nbytes
-from jax_offload._base.jaxprs import Atom, Equation, Literal, Var, inner_of, values_of, variables
+from jax_offload._base.jaxprs import Atom, Equation, Var, inner_of, variables
 from jax_offload._base.memory import HOST_KIND
 from jax_offload._base.on_disk import IN_MEMORY, READ, WRITE, Ends, Place, Range
 from jax_offload._drive.stages import BEFORE, DRIVEN, Staged, Task, stands_in
@@ -173,106 +171,69 @@ def _check_equation(eqn: Equation, reads: Mapping[Var, Any], written: Mapping[Va
 Part = tuple[Place, Range | None]  # a leaf on disk, or some of its rows
 
 
-def _under_way(sizes: Iterable[int]) -> int:
+class Moves:
+    """What moves at each task of a step, decided when the step is made.
+
+    Args:
+      what: the leaves on disk.
+      step: the stages of the step.
+      tasks: the same stages as they run.
+
+    Attributes:
+      reads: variable that is read -> its part of a leaf.
+      writes: variable -> the parts of leaves that are its values.
+      now: for each task, what it reads.
+      ahead: for each task, what begins to be read then: its own leaves, and those of the next tasks that read files.
+      waiting: for each task, how many groups of writes may be under way beside it; the pass waits for none.
+      due: for each task, the results that can be written after it.
+    """
+
+    def __init__(self, what: OnFiles, step: Staged, tasks: Sequence[Task]) -> None:
+        self.what, parts = what, step.parts
+        self.reads = dict[Var, Part]()
+        for v, (_, leaf) in what.reads.items():
+            self.reads |= {v: (leaf, None), **{w: (leaf, rows) for w, rows in parts.get(v, ())}}
+        self.writes: dict[Var, list[Part]] = {}
+        for v, leaf in what.writes:
+            for w, rows in parts.get(cast(Var, v)) or [(cast(Var, v), None)]:
+                self.writes.setdefault(w, []).append((leaf, rows))
+        self.now = [[v for v in task.inputs if v in self.reads] for task in tasks]
+        self.due = self._when_written(tasks)
+        self.ahead, self.waiting = list[list[Var]](), list[int]()
+        begun, written = set[Var](), list[int]()
+        for k, task in enumerate(tasks):
+            now, following = self.now[k], [*itertools.islice(filter(None, self.now[k + 1 :]), DEPTH)]
+            if not now and not written and following:  # the first of them is the one that is needed
+                now, *following = following
+            wanted = itertools.chain(now, *following[: _beside(map(_bytes_of, following))])
+            self.ahead.append([v for v in dict.fromkeys(wanted) if v not in begun])
+            begun = begun.union(self.ahead[k]).difference(self.now[k])  # a leaf that is read again is fetched again
+            self.waiting.append(len(written) if task.name == BEFORE else _beside(reversed(written)))
+            written += [_bytes_of(self.due[k])] if self.due[k] else []
+
+    def _when_written(self, tasks: Sequence[Task]) -> list[list[Var]]:
+        """Return the results that can be written after each task: they exist by then, and no later task reads them or
+        the old values of their rows."""
+        last = {v: k for k, task in enumerate(tasks) for v in (*task.outputs, *task.inputs)}
+        read_by: dict[Place, list[tuple[Range | None, int]]] = {}
+        for leaf, rows, k in ((*self.reads[v], k) for v, k in last.items() if v in self.reads):
+            read_by.setdefault(leaf, []).append((rows, k))
+        due: list[list[Var]] = [[] for _ in tasks]
+        for v, parts in self.writes.items():
+            old = [k for leaf, rows in parts for other, k in read_by.get(leaf, ()) if _meet(other, rows)]
+            due[max([last.get(v, 0), *old])].append(v)
+        return due
+
+
+def _meet(a: Range | None, b: Range | None) -> bool:
+    """Whether two ranges of a leaf share rows; ``None`` has all."""
+    return a is None or b is None or (a[0] < b[1] and b[0] < a[1])
+
+
+def _beside(sizes: Iterable[int]) -> int:
     """Return how many groups of these sizes, the nearest first, may be under way beside the current one."""
     return sum(total <= AT_ONCE for total in itertools.accumulate(itertools.islice(sizes, DEPTH)))
 
 
 def _bytes_of(leaves: Iterable[Var]) -> int:
     return sum(nbytes(v.aval) for v in leaves)
-
-
-class Moving:
-    """The reads and writes of one run of a step.
-
-    Args:
-      what: the leaves on disk.
-      step: the stages of the step.
-      tasks: the same stages as they run.
-      values: the values of the step's variables, as far as they exist.
-      places: where each leaf goes in host memory, on its way to the device.
-    """
-
-    def __init__(
-        self,
-        what: OnFiles,
-        step: Staged,
-        tasks: Sequence[Task],
-        values: dict[Var, Any],
-        places: Mapping[Var, Sharding],
-    ) -> None:
-        self._what, self._values, self._places = what, values, places
-        self._reads = dict[Var, Part]()
-        for v, (_, leaf) in what.reads.items():
-            self._reads |= {v: (leaf, None), **{w: (leaf, rows) for w, rows in step.parts.get(v, ())}}
-        self._writes: dict[Var, list[Part]] = {}
-        for v, leaf in what.writes:
-            for w, rows in step.parts.get(cast(Var, v)) or [(cast(Var, v), None)]:
-                self._writes.setdefault(w, []).append((leaf, rows))
-        self._due = self._when_written(tasks)
-        self._reading: dict[Var, Future[jax.Array]] = {}
-        self._writing: deque[tuple[int, list[Future[None]]]] = deque()  # with how many bytes they are
-        for token, leaf in what.reads.values():
-            leaf.home.check(token.val if isinstance(token, Literal) else values[token])
-
-    def _when_written(self, tasks: Sequence[Task]) -> dict[int, list[Var]]:
-        """Map each task's number to the results that can be written after it.
-
-        Such a result exists by then, and no later task reads it or the old values of its rows.
-        """
-        last = {v: k for k, task in enumerate(tasks) for v in (*task.outputs, *task.inputs)}
-        read_by: dict[Place, list[tuple[Range | None, int]]] = {}
-        for leaf, rows, k in ((*self._reads[v], k) for v, k in last.items() if v in self._reads):
-            read_by.setdefault(leaf, []).append((rows, k))
-        due: dict[int, list[Var]] = {}
-        for v, parts in self._writes.items():
-            old = [
-                k
-                for leaf, rows in parts
-                for other, k in read_by.get(leaf, ())
-                if rows is None or other is None or (other[0] < rows[1] and rows[0] < other[1])
-            ]
-            due.setdefault(max([last.get(v, 0), *old]), []).append(v)
-        return due
-
-    def read(self, task: Task, following: Sequence[Task]) -> None:
-        """Read a task's leaves, and start reading the leaves of the next tasks that read files.
-
-        First wait until old results have been written, as their memory serves these reads. The pass waits for none.
-        """
-        while self._writing:
-            first, sizes = self._writing[0][1], (size for size, _ in reversed(self._writing))
-            late = task.name != BEFORE and len(self._writing) > _under_way(sizes)
-            if not late and not all(writing.done() for writing in first):
-                break
-            for writing in self._writing.popleft()[1]:
-                writing.exception()  # which is said when the step ends: other processes are in it too
-        needed, *ahead = ([v for v in each.inputs if v in self._reads] for each in (task, *following))
-        now, ahead = needed, [*itertools.islice(filter(None, ahead), DEPTH)]
-        if not now and not self._writing and ahead:  # the first of them is the one that is needed
-            now, *ahead = ahead
-        for v in itertools.chain(now, *ahead[: _under_way(map(_bytes_of, ahead))]):
-            if v not in self._reading:
-                leaf, rows = self._reads[v]
-                self._reading[v] = leaf.home.fetch(leaf.name, self._places[v], rows)
-        self._values |= {v: self._reading.pop(v).result() for v in needed}
-
-    def write(self, number: int, task: Task) -> None:
-        """Start to write the results that are due, and let them and the task's leaves go."""
-        for v in task.inputs:
-            if v in self._reads:
-                self._values.pop(v, None)
-        now = self._due.get(number, [])
-        if now:
-            parts = [(v, *part) for v in now for part in self._writes[v]]
-            writing = [leaf.home.put(leaf.name, self._values[v], rows) for v, leaf, rows in parts]
-            self._writing.append((_bytes_of(now), writing))
-        for v in {*now}.difference(variables(self._what.outputs)):
-            del self._values[v]
-
-    def results(self) -> list[Any]:
-        """Return the step's results."""
-        rest = iter(values_of(self._values, self._what.outputs))
-        tokens = {home: home.advance() for home in dict.fromkeys(leaf.home for leaf in self._what.tokens.values())}
-        n = len(self._what.outputs) + len(self._what.tokens)
-        return [tokens[leaf.home] if (leaf := self._what.tokens.get(k)) else next(rest) for k in range(n)]

@@ -39,7 +39,7 @@ class Kernel:
       text: its source.
       signature: its type, in numba's notation.
       arrays, scalars: the positions of the update's inputs that are arrays, and of the inputs that are scalars.
-      over: position of a result -> position of the input that it overwrites; other results are arguments.
+      over: position of an input -> position of the result that overwrites it; other results are arguments.
     """
 
     text: str
@@ -47,6 +47,15 @@ class Kernel:
     arrays: tuple[int, ...]
     scalars: tuple[int, ...]
     over: Mapping[int, int]
+
+    def run(self, arrays: Sequence[Any], scalars: Sequence[Any]) -> None:
+        """Update arrays of one shape, in all threads."""
+        parts = [np.ascontiguousarray(x).reshape(-1) for x in arrays]
+        parts = [x.view(np.uint16) if x.dtype == BFLOAT16 else x for x in parts]
+        numbers = [np.asarray(cores.one_of(x))[()] for x in scalars]
+        numbers = [np.float32(x) if x.dtype == BFLOAT16 else x for x in numbers]
+        run = _compiled(self.text, self.signature)
+        cores.on_all_threads(parts[0].size, lambda start, stop: run(start, stop, *parts, *numbers))
 
 
 class OnePass:
@@ -64,37 +73,39 @@ class OnePass:
 
     def __init__(self, task: Task, kernels: Sequence[Kernel]) -> None:
         self._task, self._updates = task, [*zip(task.slices, kernels, strict=True)]
-        self.written = [s.inputs[i] for s, kernel in self._updates for i in kernel.over.values()]
+        self.written = [s.inputs[i] for s, kernel in self._updates for i in kernel.over]
 
     def __call__(self, *operands: Any) -> list[Any]:
         env = dict(zip(self._task.inputs, operands, strict=True))
         for s, kernel in self._updates:
-            env.update(zip(s.outputs, self._updated(kernel, values_of(env, s.inputs), s.outputs), strict=True))
+            env.update(zip(s.outputs, _updated(kernel, values_of(env, s.inputs), s.outputs), strict=True))
         return [env[v] for v in self._task.outputs]
 
-    def _updated(self, kernel: Kernel, given: Sequence[Any], results: Sequence[Var]) -> list[jax.Array]:
-        shards = {i: cores.replicas_of(given[i]) for i in kernel.arrays}
-        like = max((i for i in shards if isinstance(given[i], jax.Array)), key=lambda i: len(shards[i]))
-        over = {i: k for k, i in kernel.over.items()}
-        in_place = {i for i in over if shards[i].keys() == shards[like].keys()}
-        others = shards.keys() - in_place
-        parts = {i: [(own, cores.memory_of(data)) for own, (data, *_) in shards[i].items()] for i in others}
-        made: list[list[tuple[Box, Any]]] = [[] for _ in results]
-        for box in shards[like]:
-            arrays = {i: gathered(each, box) for i, each in parts.items()}
-            arrays |= {i: np.array(arrays[i], order="C") for i in over if i not in in_place}
-            arrays |= {i: cores.memory_of(shards[i][box][0]) for i in in_place}
-            fresh = {k: cores.aligned(box, v.aval.dtype) for k, v in enumerate(results) if k not in kernel.over}
-            _run(kernel, [*(arrays[i] for i in kernel.arrays), *fresh.values()], [given[i] for i in kernel.scalars])
-            for k, x in (fresh | {k: arrays[i] for i, k in over.items()}).items():
-                made[k].append((box, x))
-        for replicas in (each for i in in_place for each in shards[i].values()):
-            for other in replicas[1:]:
-                cores.memory_of(other)[...] = cores.memory_of(replicas[0])
-        kinds = [HOST_KIND if is_host_aval(v.aval) else DEVICE_KIND for v in results]
-        places = [with_kind(given[like].sharding, kind) for kind in kinds]
-        every = zip(map(kernel.over.get, range(len(results))), made, places, strict=True)
-        return [given[i] if i in in_place else assembled(x, place, given[like].shape) for i, x, place in every]
+
+def _updated(kernel: Kernel, given: Sequence[Any], results: Sequence[Var]) -> list[jax.Array]:
+    """Return the results of an update, box by box of the operand that has the most."""
+    shards = {i: cores.replicas_of(given[i]) for i in kernel.arrays}
+    like = max(shards, key=lambda i: len(shards[i]))
+    in_place = {i: k for i, k in kernel.over.items() if shards[i].keys() == shards[like].keys()}
+    parts = {i: [(own, cores.memory_of(data)) for own, (data, *_) in each.items()] for i, each in shards.items()}
+    made: list[list[tuple[Box, Any]]] = [[] for _ in results]
+    for box in shards[like]:
+        arrays = {i: gathered(each, box) for i, each in parts.items()}
+        arrays |= {i: np.array(arrays[i], order="C") for i in kernel.over.keys() - in_place.keys()}
+        new = {k: arrays[i] for i, k in kernel.over.items()}
+        fresh = {k: cores.aligned(box, v.aval.dtype) for k, v in enumerate(results) if k not in new}
+        kernel.run([*arrays.values(), *fresh.values()], [given[i] for i in kernel.scalars])
+        for k, x in (new | fresh).items():
+            made[k].append((box, x))
+    for first, *others in (each for i in in_place for each in shards[i].values()):
+        for other in others:
+            cores.memory_of(other)[...] = cores.memory_of(first)
+    found = {k: given[i] for i, k in in_place.items()}
+    for k, v in enumerate(results):
+        if k not in found:
+            place = with_kind(given[like].sharding, HOST_KIND if is_host_aval(v.aval) else DEVICE_KIND)
+            found[k] = assembled(made[k], place, given[like].shape)
+    return [found[k] for k in range(len(results))]
 
 
 def one_pass(task: Task, next_of: Mapping[Var, Var], own: Set[Var]) -> OnePass | None:
@@ -105,34 +116,23 @@ def one_pass(task: Task, next_of: Mapping[Var, Var], own: Set[Var]) -> OnePass |
       next_of: result -> the variable that it is the next value of.
       own: the inputs that may be overwritten.
     """
-    if not cores.has_numba():
-        return None
-    slices = task.slices
+    times = Counter(v for s in task.slices for v in s.inputs)
+    own = {v for v in own if times[v] == 1}
     try:
-        return OnePass(task, [kernel_of(s.jaxpr, _over(s, slices, next_of, own)) for s in slices])
+        kernels = [kernel_of(s.jaxpr, _over(s, next_of, own)) for s in task.slices] if cores.has_numba() else None
     except _NotElementwise:
         return None
+    return None if kernels is None else OnePass(task, kernels)
 
 
-def _over(s: Slice, slices: Sequence[Slice], next_of: Mapping[Var, Var], own: Set[Var]) -> dict[int, int]:
-    """Map results to the inputs that they overwrite: a next value overwrites its input if nothing else reads that."""
+def _over(s: Slice, next_of: Mapping[Var, Var], own: Set[Var]) -> dict[int, int]:
+    """Map the inputs that a slice overwrites to their next values, by position."""
 
     def type_of(v: Var) -> Any:
         return v.aval.shape, v.aval.dtype, v.aval.weak_type, is_host_aval(v.aval)
 
-    times = Counter(v for each in slices for v in each.inputs)
-    positions = {v: i for i, v in enumerate(s.inputs) if v in own and times[v] == 1}
-    old = {k: next_of[v] for k, v in enumerate(s.outputs) if v in next_of}
-    return {k: positions[x] for k, x in old.items() if x in positions and type_of(x) == type_of(s.outputs[k])}
-
-
-def _run(kernel: Kernel, arrays: Sequence[Any], scalars: Sequence[Any]) -> None:
-    parts = [np.ascontiguousarray(x).reshape(-1) for x in arrays]
-    parts = [x.view(np.uint16) if x.dtype == BFLOAT16 else x for x in parts]
-    numbers = [np.asarray(cores.one_of(x))[()] for x in scalars]
-    numbers = [np.float32(x) if x.dtype == BFLOAT16 else x for x in numbers]
-    run = _compiled(kernel.text, kernel.signature)
-    cores.on_all_threads(parts[0].size, lambda start, stop: run(start, stop, *parts, *numbers))
+    old = {k: next_of[v] for k, v in enumerate(s.outputs) if next_of.get(v) in own}
+    return {s.inputs.index(x): k for k, x in old.items() if x in s.inputs and type_of(x) == type_of(s.outputs[k])}
 
 
 @functools.lru_cache(256)
@@ -177,7 +177,7 @@ def kernel_of(jaxpr: Jaxpr, over: Mapping[int, int]) -> Kernel:
 
     Args:
       jaxpr: the update's; its transfers do nothing on the cores.
-      over: result -> the input that it overwrites, by their positions.
+      over: input -> the result that overwrites it, by their positions.
 
     Raises:
       _NotElementwise: one of its equations is not elementwise.
@@ -204,9 +204,10 @@ def kernel_of(jaxpr: Jaxpr, over: Mapping[int, int]) -> Kernel:
                 lines.append(f"{unrounded[v]} = float32({text})")
                 text = f"rounded({unrounded[v]})"
             lines.append(f"{names[v]} = {_type_of(v)}({text})")
-    targets = {k: f"a{over[k]}" if k in over else f"r{k}" for k in range(len(outputs))}
+    targets = {k: f"r{k}" for k in range(len(outputs))} | {k: f"a{i}" for i, k in over.items()}
     lines += [f"{targets[k]}[i] = {_converted('to', names[v], v)}" for k, v in enumerate(outputs)]
-    taken = {f"a{i}": inputs[i] for i in arrays} | {f"r{k}": v for k, v in enumerate(outputs) if k not in over}
+    taken = {f"a{i}": inputs[i] for i in arrays}
+    taken |= {name: outputs[k] for k, name in targets.items() if name not in taken}
     # numba vectorises the loop over slices only: it sees then that no index is negative
     lines = [
         f"def kernel(start, stop, {', '.join([*taken, *(names[inputs[i]] for i in scalars)])}):",

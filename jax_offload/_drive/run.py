@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import functools
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Hashable, Mapping, Sequence, Set
+from concurrent.futures import Future
 from typing import Any
 
 import jax
@@ -22,6 +23,7 @@ from jax_offload._base.jaxprs import (
     jax_fun,
     jit,
     values_of,
+    variables,
     without_dead_code,
 )
 from jax_offload._base.memory import (
@@ -37,10 +39,10 @@ from jax_offload._base.memory import (
 from jax_offload._base.on_disk import Token
 from jax_offload._drive import cores
 from jax_offload._drive.cores import is_sent
-from jax_offload._drive.files import Moving, files_of
+from jax_offload._drive.files import Moves, files_of
 from jax_offload._drive.kernel import OnePass, one_pass
 from jax_offload._drive.segments import arranged, in_turn, sending_rows
-from jax_offload._drive.stages import BEFORE, GROUP, Staged, Task, staged, tasks_of
+from jax_offload._drive.stages import BEFORE, Staged, Task, staged, tasks_of
 from jax_offload._ir.program import flat, numbered, structure
 from jax_offload._ir.propagate import Node
 from jax_offload._step.checked import check_order, tell
@@ -80,33 +82,28 @@ class Driven:
         self._devices = {d for s in placed if s is not None for d in s.device_set} or {*ambient_sharding().device_set}
         if any(s.on_cores for s in found.stages):
             cores.cpu()  # an error now where there is none
-        own = found.arguments[: len(found.arguments) - len(self._files.reads)]
+        own = found.arguments[: len(placed)]
         self._everywhere = _everywhere(placed, self._devices)
         self._places: dict[Var, Sharding] = {v: s for v, s in zip(own, placed, strict=True) if s is not None}
-        self._reads = self._files.places(self._devices)
-        self._reads |= {w: s for v, s in self._reads.items() for w, _ in found.parts.get(v, ())}
-        self._places |= self._reads
-        self._places |= found.scattered
-        firsts = {v: _first(found.next_of, v) for v in found.next_of}
-        self._places |= {v: self._places[old] for v, old in firsts.items() if old in self._places}
+        self._places |= self._files.places(self._devices) | found.scattered
+        self._like = {w: v for v, parts in found.parts.items() for w, _ in parts} | found.next_of
         self._donated = {v for v, given in zip(own, donated, strict=True) if given}
         self._compiled, self._key_of = dict[Hashable, Jit](), numbered()
         self._step, tasks = self._scheduled(found, segments)
+        self._moves = Moves(self._files, self._step, tasks)
         writable = self._writable(tasks)
         self._tasks = [(task, self._run_by(task, writable)) for task in tasks]
         self._written = [v for _, run in self._tasks if isinstance(run, OnePass) for v in run.written]
 
     def _scheduled(self, step: Staged, segments: bool) -> tuple[Staged, list[Task]]:
         """The step in the programs that overlap best, or, if the check finds a fault there, as first cut."""
-        free = self._donated | {*self._reads}
+        free = self._donated | {*self._files.reads}
         try:
             found = arranged(step, may_be_cut=segments and self._may_be_cut(step)) if len(step.stages) > 1 else step
             tasks = tasks_of(found, free)
-            parts = [
-                Node(task, task.inputs, [*task.outputs, *task.down, *task.up], takes={*task.over}) for task in tasks
-            ]
-            given = [*found.consts, *found.arguments, *(w for v in found.parts for w, _ in found.parts[v])]
-            check_order(parts, given, found.results)
+            nodes = [Node(task, task.inputs, task.makes, takes={*task.over}) for task in tasks]
+            parts = [w for each in found.parts.values() for w, _ in each]
+            check_order(nodes, [*found.consts, *found.arguments, *parts], found.results)
             return found, tasks
         except Exception as fault:
             tell("the step runs in fewer programs", fault)
@@ -114,27 +111,23 @@ class Driven:
 
     def __call__(self, args: Sequence[Any]) -> list[Any]:
         """Return the step's flat results, given its flat arguments."""
-        arrays = [*self._constants, *_as_arrays(args, self._bring)]
+        arrays = [*self._constants, *self._arrays(args)]
         given = dict(zip([*self._step.consts, *self._step.arguments], arrays, strict=False))
         times = Counter(map(id, arrays))
         for v in self._donated:  # which the caller gives twice, or hands on from a branch: only a copy is ours
             if times[id(given[v])] > 1:
                 given[v] = _copied(given[v])
-        values = _Values(given, self._donated)
-        tasks = [task for task, _ in self._tasks]
-        files = Moving(self._files, self._step, tasks, given, self._reads)
+        values = _Values(given, self._donated, self._moves, self._place)
         for k, (task, run) in enumerate(self._tasks):
-            for following in tasks[k + 1 : k + 2]:
+            for following, _ in self._tasks[k + 1 : k + 2]:
                 values.send(following)
-            files.read(task, tasks[k + 1 :])
-            results = run(*values.operands(task))
+            results = run(*values.operands(k, task))
             if k == 0:
                 # behind the first program, whose gradients the cores wait for, and ahead of all others
                 values.take(self._written)
-            values.put(task, results, self._place)
-            values.drop(task.over)
-            files.write(k, task)
-        return files.results()
+            values.put(task, results)
+            values.drop(k, task)
+        return values.results()
 
     def committed(self, x: Any) -> Any:
         """Commit a result, as ``jax.jit`` does if an argument is committed, here a host leaf."""
@@ -145,10 +138,16 @@ class Driven:
         """Brings values to the step's memory."""
         return jit(lambda xs: xs, out_shardings=self._everywhere)
 
+    def _arrays(self, xs: Sequence[Any]) -> list[Any]:
+        """Make arrays of numbers and of NumPy arrays, which may be rewritten, as ``jax.jit`` does. jax's own arrays and
+        the tokens of leaves on disk stay as they are."""
+        others = {k: x for k, x in enumerate(xs) if not isinstance(x, jax.Array | Token)}
+        brought = self._bring(others) if others else others
+        return [brought.get(k, x) for k, x in enumerate(xs)]
+
     @functools.cached_property
     def _constants(self) -> list[Any]:
-        consts = self._step.consts.values()
-        return _as_arrays([x if isinstance(x, jax.Array) else np.asarray(x) for x in consts], self._bring)
+        return self._arrays([x if isinstance(x, jax.Array) else np.asarray(x) for x in self._step.consts.values()])
 
     @property
     def first(self) -> tuple[Task, Callable[..., Sequence[Any]], Staged]:
@@ -160,26 +159,33 @@ class Driven:
         """Whether the pass may be in several programs: each would reduce gradients of replicated parameters by itself.
         Files are read for one device at a time."""
         several = len(self._devices) > 1
-        if self._reads and several:
+        if self._files.reads and several:
             return False
         if len({device.process_index for device in self._devices}) > 1:
             return False
         updated = [v for v in step.next_of.values() if not is_host_aval(v.aval) and v.aval.ndim > 1]
-        places = [self._places.get(v) for v in updated] if several else []
+        places = [self._place_of(v) for v in updated] if several else []
         return not any(s is None or s.is_fully_replicated for s in places)
 
+    def _place_of(self, v: Var) -> Sharding | None:
+        """Return a value's sharding, if it is known: the sharding of the value whose next value, or part, it is."""
+        seen = set[Var]()
+        while v not in self._places and v in self._like and v not in seen:
+            seen.add(v)  # leaves may take each other's places
+            v = self._like[v]
+        return self._places.get(v)
+
     def _place(self, v: Var) -> Sharding:
-        """Return a value's sharding: replicated in its own memory, unless it is the next value of an argument."""
+        """Return where a value belongs: replicated in its own memory, unless its sharding is known."""
         everywhere = with_kind(self._everywhere, HOST_KIND) if is_host_aval(v.aval) else self._everywhere
-        return self._places.get(v, everywhere)
+        return self._place_of(v) or everywhere
 
     def _program(self, task: Task) -> Callable[..., Sequence[Any]]:
         """Make the program of a task; tasks that do the same share it."""
         jaxpr, made, places = task.jaxpr, [*task.outputs, *task.down], self.result_places(task)
-        shared = task.name in (BEFORE, GROUP) or task.on_cores
-        what = structure(jaxpr, self._key_of) if shared else id(task)
         turns = [made.index(v) for v in self._step.in_turn if v in made] if task.name == BEFORE else []
-        key = what, task.on_cores, len(task.down), task.reused, tuple(places), tuple(turns)
+        what = structure(jaxpr, self._key_of)
+        key = what, task.name, len(task.down), task.reused, tuple(places), tuple(turns)
         if key in self._compiled:
             return self._compiled[key]
         n, alone = len(task.outputs), len(self._devices) == 1
@@ -197,12 +203,11 @@ class Driven:
 
     def result_places(self, task: Task) -> list[Sharding | None]:
         """Return the shardings of a program's results. The next value of a divided value is divided in the same way."""
-        places = [(v, self._places.get(v)) for v in task.outputs]
-        found = [
-            with_kind(s, HOST_KIND if is_host_aval(v.aval) else DEVICE_KIND) if isinstance(s, NamedSharding) else None
-            for v, s in places
-        ]
-        return [*found, *(None for _ in task.down)]
+        found: list[Sharding | None] = [None] * len(task.outputs + task.down)
+        for k, v in enumerate(task.outputs):
+            if isinstance(s := self._place_of(v), NamedSharding):
+                found[k] = with_kind(s, HOST_KIND if is_host_aval(v.aval) else DEVICE_KIND)
+        return found
 
     def _writable(self, tasks: Sequence[Task]) -> set[Var]:
         """Return the donated leaves in host memory that the cores may overwrite: at most one task beside the first
@@ -234,17 +239,26 @@ class Driven:
 
 
 class _Values:
-    """The values of a running step: ``here`` in the step's own memory, ``there`` for the cores.
+    """The values of a running step: ``here`` in the step's own memory, ``there`` for the cores; and its files.
 
     Two variables may hold one array, as a branch may return its operands.
 
     Args:
       given: the arguments.
       donated: the donated arguments.
+      moves: what moves from and to the disk at each task.
+      place: where a value belongs.
     """
 
-    def __init__(self, given: dict[Var, Any], donated: Set[Var]) -> None:
-        self.here, self._there, self._donated = given, dict[Var, Any](), donated
+    def __init__(
+        self, given: dict[Var, Any], donated: Set[Var], moves: Moves, place: Callable[[Var], Sharding]
+    ) -> None:
+        self.here, self._there, self._donated, self._place = given, dict[Var, Any](), donated, place
+        self._moves, self._outputs = moves, moves.what.outputs
+        self._reading: dict[Var, Future[jax.Array]] = {}
+        self._writing: deque[list[Future[None]]] = deque()
+        for token, leaf in moves.what.reads.values():
+            leaf.home.check(token.val if isinstance(token, Literal) else given[token])
 
     def take(self, own: Sequence[Var]) -> None:
         """Make donated host leaves the step's own memory, which the cores may write."""
@@ -258,26 +272,34 @@ class _Values:
             if v in self.here and v not in self._there:
                 self._there[v] = cores.sent(self.here[v])
 
-    def operands(self, task: Task) -> list[Any]:
-        """Return a task's operands."""
+    def operands(self, number: int, task: Task) -> list[Any]:
+        """Return a task's operands. Files are read ahead of it, once the writes that it waits for have ended."""
+        while len(self._writing) > self._moves.waiting[number]:
+            for writing in self._writing.popleft():
+                writing.exception()  # which is said when the step ends: other processes are in it too
+        for v in self._moves.ahead[number]:
+            leaf, rows = self._moves.reads[v]
+            self._reading[v] = leaf.home.fetch(leaf.name, self._place(v), rows)
+        self.here |= {v: self._reading.pop(v).result() for v in self._moves.now[number]}
         self.send(task)
         return values_of(self._there if task.on_cores else self.here, task.inputs)
 
-    def put(self, task: Task, results: Sequence[Any], place: Callable[[Var], Sharding]) -> None:
+    def put(self, task: Task, results: Sequence[Any]) -> None:
         """Keep a task's results where others read them."""
         n = len(task.outputs)
         defined = dict(zip(task.outputs, results[:n], strict=True))
         if task.on_cores:
             self._there |= defined
-            self.here |= {v: cores.brought_back(defined[v], place(v)) for v in task.up}
+            self.here |= {v: cores.brought_back(defined[v], self._place(v)) for v in task.up}
         else:
             self.here |= defined
             self._there |= zip(task.down, results[n:], strict=True)
 
-    def drop(self, over: Sequence[Var]) -> None:
-        """Forget values, and free those that were donated, unless another variable holds them."""
-        gone = {v: self.here.pop(v, None) for v in over}
-        for v in over:
+    def drop(self, number: int, task: Task) -> None:
+        """Forget the values that a task reads last, and free those that were donated, unless another variable holds
+        them. Start to write the results that are due, and forget them too."""
+        gone = {v: self.here.pop(v, None) for v in (*task.over, *self._moves.now[number])}
+        for v in task.over:
             self._there.pop(v, None)
         own = [x for v, x in gone.items() if v in self._donated and isinstance(x, jax.Array)]
         left = [x for x in own if not x.is_deleted()]
@@ -285,16 +307,18 @@ class _Values:
         for x in left:
             if id(x) not in live:
                 x.delete()
+        due = self._moves.due[number]
+        if parts := [(v, *part) for v in due for part in self._moves.writes[v]]:
+            self._writing.append([leaf.home.put(leaf.name, self.here[v], rows) for v, leaf, rows in parts])
+        for v in {*due}.difference(variables(self._outputs)):
+            del self.here[v]
 
-
-def _as_arrays(xs: Sequence[Any], bring: Jit) -> list[Any]:
-    """Make arrays of numbers and of NumPy arrays, which may be rewritten, as ``jax.jit`` does. jax's own arrays and the
-    tokens of leaves on disk stay as they are."""
-    found = list(xs)
-    if others := [k for k, x in enumerate(xs) if not isinstance(x, jax.Array | Token)]:
-        for k, x in zip(others, bring([xs[k] for k in others]), strict=True):
-            found[k] = x
-    return found
+    def results(self) -> list[Any]:
+        """Return the step's results."""
+        others, leaves = values_of(self.here, self._outputs), self._moves.what.tokens
+        tokens = {home: home.advance() for home in dict.fromkeys(leaf.home for leaf in leaves.values())}
+        rest = iter(others)
+        return [tokens[leaves[k].home] if k in leaves else next(rest) for k in range(len(others) + len(leaves))]
 
 
 def places_of(args: Sequence[Any]) -> list[Sharding | None]:
@@ -305,15 +329,6 @@ def places_of(args: Sequence[Any]) -> list[Sharding | None]:
     devices = {d for s in found if s is not None for d in s.device_set}
     alone = SingleDeviceSharding(*devices, memory_kind=DEVICE_KIND) if len(devices) == 1 else None
     return [alone if s is None else s for s in found]
-
-
-def _first(next_of: Mapping[Var, Var], v: Var) -> Var:
-    """Follow a value back to the argument that it is the next value of."""
-    for _ in next_of:
-        if v not in next_of:
-            break
-        v = next_of[v]
-    return v
 
 
 def _everywhere(placed: Sequence[Any], devices: Set[Any]) -> Sharding:

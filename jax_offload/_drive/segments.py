@@ -28,10 +28,9 @@ from jax_offload._base.jaxprs import (
     Jaxpr,
     Scan,
     Var,
+    closed,
     flops,
-    jax_fun,
     jaxpr_like,
-    jaxpr_of,
     renamed,
     scan_of,
     variables,
@@ -40,8 +39,10 @@ from jax_offload._base.memory import on_host, to_host
 from jax_offload._drive.cores import is_sent
 from jax_offload._drive.stages import BEFORE, GROUP, Stage, Staged
 from jax_offload._ir.primitives import ELEMENTWISE
+from jax_offload._ir.program import Builder
 from jax_offload._ir.propagate import needed_for
 from jax_offload._ir.slices import Slice, slice_of
+from jax_offload._step.cut import computed_again
 
 # The most programs, and the least share of the arithmetic in each but the first: the host needs a tenth of a program's
 # run time to start it. A state on disk takes longer, and with more programs gradients are freed earlier.
@@ -50,9 +51,6 @@ _NOT_AGAIN = {"optimization_barrier", "device_put", "sharding_constraint", "resh
 _VIEWS = ["broadcast_in_dim", "iota", "one_minus_square", "reshape", "squeeze", "transpose"]
 CHEAP = ELEMENTWISE.union(_VIEWS) - _NOT_AGAIN
 LATE = frozenset(("convert_element_type", "mul", "div", "neg"))  # arithmetic that the cores do as well
-# Operands may be a little larger than the value that is computed from them again (a softmax from its exponentials and
-# their sums), because their own operands may be smaller (scores in bfloat16).
-SLACK = 1.05
 LEAST_ROW = 2**16  # bytes; smaller rows go down together, at the end of the program
 
 
@@ -81,38 +79,34 @@ def arranged(step: Staged, *, may_be_cut: bool) -> Staged:
 
 
 def _with_late_arithmetic(step: Staged) -> Staged:
-    """Let the cores do the last arithmetic on gradients that only they read, if its operand takes no more bytes, and
-    join the slices of the pass. A gradient that is cast to float32 then goes to host memory in bfloat16."""
+    """Let the cores do the last arithmetic on gradients that only they read, and join the slices of the pass.
+
+    A gradient that is cast to float32 then goes to host memory in bfloat16.
+    """
     first, *later = step.stages
-    made = {v: eqn for s in first.slices for eqn in s.jaxpr.eqns for v in eqn.outvars}
+    eqns = [eqn for s in first.slices for eqn in s.jaxpr.eqns]
+    made = {v: k for k, v in enumerate(v for eqn in eqns for v in eqn.outvars)}
     others = {*step.results}.union(*(s.reads for s in later if not s.on_cores))
-    late: dict[Var, list[Equation]] = {}
-    sources: dict[Var, Var] = {}
-    for v in {v for s in later if s.on_cores for v in s.reads if v in made and is_sent(v.aval)} - others:
-        eqns, x = list[Equation](), v
-        while (operand := _late_operand(made[x])) in made:
-            eqns, x = [made[x], *eqns], operand
-        if eqns:
-            late[v], sources[v] = eqns, x
+    sent = {v for s in later if s.on_cores for v in s.reads if v in made and is_sent(v.aval)} - others
+    late, starts = computed_again(sent, frozenset(), [*filter(_is_late, eqns)])
 
     def with_arithmetic(s: Slice) -> Slice:
-        eqns = [eqn for v in s.inputs for eqn in late.get(v, ())]
-        return slice_of([*eqns, *s.jaxpr.eqns], s.outputs, s.jaxpr.debug_info, s.shards) if eqns else s
+        own, _ = needed_for(late, s.inputs)
+        return slice_of([*own, *s.jaxpr.eqns], s.outputs, s.jaxpr.debug_info, s.shards) if own else s
 
     def instead(values: Iterable[Var]) -> list[Var]:
-        return list(dict.fromkeys(sources.get(v, v) for v in values))
+        """Replace the results of late arithmetic by what it starts from."""
+        each = ({v} if v not in sent else needed_for(late, [v])[1] & starts for v in values)
+        return list(dict.fromkeys(x for found in each for x in sorted(found & made.keys(), key=made.__getitem__)))
 
     later = [dataclasses.replace(s, slices=tuple(map(with_arithmetic, s.slices))) if s.on_cores else s for s in later]
     pass_ = dataclasses.replace(first, slices=(_joined(first.slices, instead(first.makes)),))
     return dataclasses.replace(step, stages=[pass_, *later], in_turn=instead(step.in_turn))
 
 
-def _late_operand(eqn: Equation) -> Var | None:
-    """Return the only operand of arithmetic on elements that the cores do as well."""
-    operands = variables(eqn.invars)
-    if eqn.primitive.name not in LATE or len(operands) != 1 or operands[0].aval.dtype not in (np.float32, jnp.bfloat16):
-        return None
-    return operands[0] if nbytes(operands[0].aval) <= nbytes(eqn.outvars[0].aval) else None
+def _is_late(eqn: Equation) -> bool:
+    """Whether the cores' kernels do an equation as well."""
+    return eqn.primitive.name in LATE and all(v.aval.dtype in (np.float32, jnp.bfloat16) for v in eqn.invars)
 
 
 def _joined(slices: Sequence[Slice], outputs: list[Var]) -> Slice:
@@ -180,25 +174,11 @@ def parts_of(jaxpr: Jaxpr, results: Set[Var], cuts: Sequence[int]) -> list[Slice
         outputs = [v for eqn in own for v in eqn.outvars if v in results or v in crossing]
         crossing -= {v for eqn in own for v in eqn.outvars}
         reads = {v for eqn in own for v in variables(eqn.invars) if producer.get(v, start) < start}
-        again, more = _computed_again(reads, crossing | given, eqns[:start])
+        cheap = [eqn for eqn in eqns[:start] if eqn.primitive.name in CHEAP]
+        again, more = computed_again(reads, crossing | given, cheap)
         crossing |= more
         parts.append(slice_of([*again, *own], outputs, jaxpr.debug_info, {}))
     return parts[::-1]
-
-
-def _computed_again(reads: Set[Var], free: Set[Var], eqns: Sequence[Equation]) -> tuple[list[Equation], set[Var]]:
-    """Return the earlier equations that are repeated to make ``reads``, and the values that must cross for them.
-
-    Going backwards, each cheap value gives way to its operands if they are no larger. Values in ``free`` are there.
-    """
-    need, again = {*reads} - free, list[Equation]()
-    for eqn in reversed(eqns):
-        if eqn.primitive.name in CHEAP and not eqn.effects and len(eqn.outvars) == 1 and (v := eqn.outvars[0]) in need:
-            more = {*variables(eqn.invars)} - free - need
-            if sum(nbytes(x.aval) for x in more) <= SLACK * nbytes(v.aval):
-                need = (need - {v}) | more
-                again.append(eqn)
-    return again[::-1], need
 
 
 # ---- within one of the programs --------------------------------------------------------------------------------------
@@ -225,17 +205,11 @@ def sending_rows(jaxpr: Jaxpr, n: int) -> Jaxpr:
 
 def _sending(scan: Scan, ys: Sequence[Var]) -> Equation:
     """Return the equation of a scan whose stacks are ``ys``, some of them in host memory."""
-    body, n = jax_fun(scan.body), len(scan.carry)
-
-    def sending(*operands: Any) -> list[Any]:
-        results = body(*operands)
-        return [
-            *results[:n],
-            *(x if y is old else to_host(x) for x, y, old in zip(results[n:], ys, scan.ys, strict=True)),
-        ]
-
+    body, n, new = scan.body.jaxpr, len(scan.carry), Builder([*scan.body.jaxpr.eqns])
     with scan.eqn.ctx.manager:
-        traced, _ = jaxpr_of(sending, *(v.aval for v in scan.body.jaxpr.invars))
+        rows = zip(body.outvars[n:], ys, scan.ys, strict=True)
+        sent = [x if y is old else new.run(to_host, x)[0] for x, y, old in rows]
+    traced = closed(jaxpr_like(body, new.eqns, [*body.outvars[:n], *sent]))
     # not unrolled: rows of several iterations would be put together in host memory
     return scan.eqn.replace(params=scan.eqn.params | {"jaxpr": traced, "unroll": 1}, outvars=[*scan.carry, *ys])
 

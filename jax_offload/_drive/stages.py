@@ -6,9 +6,11 @@ What each stage reads, makes and frees, and which buffers it may reuse, is decid
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections import Counter
-from collections.abc import Hashable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence, Set
+from itertools import pairwise
 from types import MappingProxyType
 from typing import Any
 
@@ -16,17 +18,20 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 from jax_offload._base.arrays import nbytes
-from jax_offload._base.jaxprs import DropVar, Equation, Jaxpr, Var, nameless, variables
+from jax_offload._base.jaxprs import Atom, DropVar, Equation, Jaxpr, Var, jaxpr_of, nameless, values_of, variables
 from jax_offload._base.memory import is_host_aval
 from jax_offload._base.on_disk import Ends, Range
-from jax_offload._drive.by_rows import ByRows
 from jax_offload._drive.cores import is_sent
 from jax_offload._emit.find import holds_driven_update, holds_update, is_update
 from jax_offload._emit.region import Update
+from jax_offload._emit.rows import group_looped
+from jax_offload._emit.run import functions
 from jax_offload._ir.primitives import CHECKPOINT
-from jax_offload._ir.program import Program
+from jax_offload._ir.program import Builder, Program, as_program, numbered, structure
 from jax_offload._ir.slices import Slice, consecutive, slice_of
 from jax_offload._ir.trace import LARGE
+from jax_offload._plan.plan import Chunked, Planned, Schedule
+from jax_offload._plan.transfers import in_parts
 from jax_offload._step.cut import cut_step
 from jax_offload._step.inlined import equation_of, localised
 
@@ -35,22 +40,21 @@ from jax_offload._step.inlined import equation_of, localised
 GROUP_BYTES = 2**26
 BEFORE = "before"  # the name of the stages that make the gradients
 GROUP = "group"  # the name of stages whose state is on disk, or beside a state on disk
+CORES = "cores"  # the name of stages that the host's cores run
 INNER = "inner"  # the name of a stage whose branches, or loop, update
 DRIVEN = ("cond", "while")  # what an update may stand in
 
 
 @dataclasses.dataclass(frozen=True)
 class Stage:
-    """One program of a step.
-
-    Attributes:
-      slices: what it runs, one after the other, in variables of the step.
-      on_cores: whether the host's cores run it.
-    """
+    """One program of a step. It runs ``slices``, in variables of the step, one after the other."""
 
     name: str
     slices: tuple[Slice, ...]
-    on_cores: bool = False
+
+    @property
+    def on_cores(self) -> bool:
+        return self.name == CORES
 
     @property
     def inner(self) -> Equation | None:
@@ -71,37 +75,42 @@ class Stage:
 class Staged:
     """A step as stages.
 
-    Attributes:
+    Args:
       program: the step.
-      rules: the slices of leaves on disk.
+      ends: leaf on disk, read or made -> where the ranges of rows end that are contiguous in its files.
+
+    Attributes:
       stages: its programs, in order.
       next_of: result of an update -> the variable of the step that it is the next value of.
       in_turn: gradients that wait for one another, in the order of the backward pass.
-      scattered: gradient that such an update divides further (ZeRO-1) -> its sharding. The program that makes it
+      scattered: gradient that an update from disk divides further (ZeRO-1) -> its sharding. The program that makes it
         divides it; otherwise every device would hold it whole until the update.
+      parts: leaf on disk that is read or written in parts -> the variables of its parts, and the rows of each shard
+        that they have.
+      starts: number of a first row -> its variable, an operand of parts.
+      traced: kind of a slice -> what it does. Slices that do the same are traced once.
     """
 
     program: Program
-    rules: ByRows
+    ends: Mapping[Var, Ends] = MappingProxyType({})
     stages: list[Stage] = dataclasses.field(default_factory=list[Stage])
     next_of: dict[Var, Var] = dataclasses.field(default_factory=dict[Var, Var])
     in_turn: list[Var] = dataclasses.field(default_factory=list[Var])
     scattered: dict[Var, NamedSharding] = dataclasses.field(default_factory=dict[Var, NamedSharding])
+    parts: dict[Var, list[tuple[Var, Range]]] = dataclasses.field(default_factory=dict[Var, list[tuple[Var, Range]]])
+    starts: dict[int, Var] = dataclasses.field(default_factory=dict[int, Var])
+    traced: dict[Hashable, Program] = dataclasses.field(default_factory=dict[Hashable, Program])
+    key_of: Callable[[Any], Hashable] = dataclasses.field(default_factory=numbered)
 
     @property
     def consts(self) -> dict[Var, Any]:
         """Its constants: numbers of first rows, and what it closes over."""
-        starts = {v: np.int32(row) for row, v in self.rules.starts.items()}
+        starts = {v: np.int32(row) for row, v in self.starts.items()}
         return starts | dict(zip(self.program.inputs, self.program.consts, strict=False))
 
     @property
     def arguments(self) -> list[Var]:
         return self.program.inputs[len(self.program.consts) :]
-
-    @property
-    def parts(self) -> Mapping[Var, Sequence[tuple[Var, Range]]]:
-        """The parts of each leaf on disk that is read or written in parts."""
-        return self.rules.parts
 
     @property
     def results(self) -> list[Var]:
@@ -111,25 +120,23 @@ class Staged:
 
     def on_device(self, name: str, *slices: Slice) -> None:
         """Add slices to the last program of the device, or begin another."""
-        last = self.stages[-1] if self.stages else None
-        if last is not None and not last.on_cores and last.name not in (INNER, GROUP):
-            self.stages[-1] = dataclasses.replace(last, slices=(*last.slices, *slices))
-        else:
-            self.stages.append(Stage(name, slices))
+        if self.stages and self.stages[-1].name not in (CORES, GROUP, INNER):
+            slices = (*self.stages[-1].slices, *slices)
+            name = self.stages.pop().name
+        self.stages.append(Stage(name, slices))
 
-    def add_from_disk(self, update: Update) -> None:
-        """Add groups of slices, or of some rows of them, for an update whose state is on disk."""
-        self.scattered |= _scattered(update)
-        for each in update.passes:
-            self.on_device("scalars", each.prelude)
-            self.stages += _grouped(GROUP, [*self.rules.slices_of(update, each.slices)], on_cores=False)
-
-    def add_shares(self, update: Update, eqn: Equation) -> None:
-        """Add the device's part of an update, and the cores' part in groups."""
-        device, cores = _shares(update)
+    def add(self, update: Update, eqn: Equation) -> None:
+        """Add an update: the device's share at once, and what comes from disk, or goes to the cores, in groups."""
+        self.next_of |= update.next_values
+        if update.on_disk:
+            self.scattered |= _scattered(update)
+            for each in update.passes:
+                self.on_device("scalars", each.prelude)
+                self.stages += _grouped(GROUP, [*self._from_disk(update, each.slices)])
+            return
+        device, (first, *later) = _shares(update)
         if len(self.stages) == 1:
             self.in_turn = _gradients_in_turn(update, device, self.stages[0])
-        first, *later = cores.passes
         self.on_device(BEFORE, first.prelude)
         if made := variables(device.program.outputs):
             whole = slice_of([equation_of(device, eqn)], made, self.program.debug_info, {})
@@ -137,23 +144,103 @@ class Staged:
                 self.stages.append(Stage("device", (whole,)))
             else:
                 self.on_device(BEFORE, whole)
-        self.stages += _grouped("cores", [p.slice for p in first.slices])
+        self.stages += _grouped(CORES, [p.slice for p in first.slices])
         for each in later:
-            self.stages.append(Stage("scalars", (each.prelude,), on_cores=True))
-            self.stages += _grouped("cores", [p.slice for p in each.slices])
+            self.stages.append(Stage(CORES, (each.prelude,)))
+            self.stages += _grouped(CORES, [p.slice for p in each.slices])
+
+    def _from_disk(self, update: Update, planned: Sequence[Planned]) -> Iterator[Slice]:
+        """Yield the slices of an update whose leaves are on disk, each whole or in parts with some rows of the leaves.
+
+        Arrays on the device are handed from part to part, and each part writes its rows into the same buffer.
+        """
+        slices = [s for each in update.passes for s in (each.prelude, *(p.slice for p in each.slices))]
+        again = {v for s in slices for v in s.inputs}  # a leaf that another slice reads is written whole
+        for p in planned:
+            ranges = self._ranges(p, again)
+            how = in_parts(p, update.next_values, update.on_disk) if ranges else None
+            if isinstance(how, Chunked) and how.shape[0] == how.shards * ranges[-1][1]:
+                yield from self._parts(p, how, update, ranges)
+            else:
+                yield self._whole(p, update)
+
+    def _ranges(self, p: Planned, again: Set[Var]) -> list[Range]:
+        """Return the ranges of rows that are together in the files of all leaves; none if there are not several."""
+        ends = [self.ends.get(v, ()) for v in p.slice.loads]
+        ends += [() if v in again else self.ends.get(v, ()) for v in p.slice.stores]
+        common = sorted(set[int].intersection(*map(set, ends))) if ends else []
+        return [*pairwise([0, *common])] if len(common) > 1 else []
+
+    def _whole(self, p: Planned, update: Update) -> Slice:
+        def run(*args: Any) -> list[Any]:
+            env = dict(zip(p.slice.inputs, args, strict=True))
+            functions([p], update.names, lowered=True)(p, env)
+            return values_of(env, p.slice.outputs)
+
+        how = (p.transfer.axis, p.transfer.rows, p.transfer.shape) if isinstance(p.transfer, Chunked) else None
+        return self._slice_by(run, p.slice.inputs, p.slice.outputs, (structure(p.slice.jaxpr, self.key_of), how))
+
+    def _parts(self, p: Planned, how: Chunked, update: Update, ranges: Sequence[Range]) -> Iterator[Slice]:
+        s = p.slice
+        now = {v: v for v in s.inputs}  # what earlier parts have left, in whose buffer a result goes
+        into = [v if old is None else old for v, old in zip(s.outputs, how.buffers, strict=True)]
+        places = tuple(s.inputs.index(v) if v in now else None for v in into)
+        same = structure(s.jaxpr, self.key_of), how.axis, how.shards, places, p.window.nbytes
+        for begin, end in ranges:
+            n, rows = end - begin, (begin, end)
+            before = [v for v in s.outputs if v in now]
+            given = {v: self._part(v, how.shards, rows) if is_host_aval(v.aval) else now[v] for v in s.inputs}
+            operands = [self._start(begin), *given.values(), *(now[v] for v in before)]
+            results = list[Var]()
+            for v, of in zip(s.outputs, into, strict=True):
+                if is_host_aval(v.aval):
+                    new, old = self._part(v, how.shards, rows), given.get(of)
+                else:
+                    new = v if end == ranges[-1][1] else Var(v.aval)
+                    old = now.get(of, update.next_values.get(v))
+                    now[of] = new
+                self.next_of |= {} if old is None else {new: old}
+                results.append(new)
+            run = _of_rows(group_looped(s, how, update.names, n), len(s.inputs), before)
+            yield self._slice_by(run, operands, results, (*same, n, bool(before)))
+
+    def _part(self, of: Var, shards: int, rows: Range) -> Var:
+        """A variable for some rows of each shard of a leaf: of its type, in its memory and divided in the same way."""
+        shape = (shards * (rows[1] - rows[0]), *of.aval.shape[1:])
+        found = Var(of.aval.update(shape=shape))
+        self.parts.setdefault(of, []).append((found, rows))
+        return found
+
+    def _start(self, begin: int) -> Var:
+        if begin not in self.starts:
+            traced, _ = jaxpr_of(lambda x: x, np.int32(begin))
+            self.starts[begin] = Var(traced.jaxpr.invars[0].aval)
+        return self.starts[begin]
+
+    def _slice_by(
+        self, run: Callable[..., Any], inputs: Sequence[Atom], outputs: Sequence[Var], kind: Hashable
+    ) -> Slice:
+        """Return a function as a slice; functions of one ``kind`` share a trace."""
+        if kind not in self.traced:
+            self.traced[kind] = as_program(jaxpr_of(run, *(v.aval for v in inputs))[0])
+        new, program = Builder(), self.traced[kind]
+        inner = new.inside(program, inputs)
+        inner.copy(*program.eqns, results=dict(zip(variables(program.outputs), outputs, strict=True)))
+        return slice_of(new.eqns, [*outputs], program.debug_info, {})
 
 
-def staged(program: Program, ends: Mapping[Var, Ends] = MappingProxyType({})) -> Staged:
-    """The stages of a step.
+def _of_rows(run: Callable[..., list[Any]], n: int, before: Sequence[Var]) -> Callable[..., list[Any]]:
+    """Return a function of a first row, ``n`` operands, and the results ``before`` that earlier parts have left."""
+    return lambda start, *values: run(start, values[:n], dict(zip(before, values[n:], strict=True)))
 
-    Args:
-      program: the step. One that updates nothing is a single stage.
-      ends: leaf on disk, read or made -> where the ranges of rows end that are contiguous in its files.
+
+def staged(program: Program, ends: Mapping[Var, Ends]) -> Staged:
+    """Return the stages of a step; one that updates nothing is a single stage. For the arguments see ``Staged``.
 
     Raises:
       ValueError: an update that must be driven stands in a scan or the like.
     """
-    step = Staged(program, ByRows(ends))
+    step = Staged(program, ends)
     if not any(map(holds_update, program.eqns)):
         if program.eqns:
             step.on_device(BEFORE, *consecutive([program.eqns], program.outputs, program.debug_info, {}))
@@ -172,15 +259,9 @@ def staged(program: Program, ends: Mapping[Var, Ends] = MappingProxyType({})) ->
         elif not is_update(eqn):
             raise stands_in(eqn, "update_on")
         else:
-            update = localised(eqn)
-            step.next_of |= update.next_values
-            if update.on_disk:
-                step.add_from_disk(update)
-            else:
-                step.add_shares(update, eqn)
+            step.add(localised(eqn), eqn)
     if cut.after.outputs:
         step.on_device("after", cut.after)
-    step.next_of |= step.rules.next_of
     outputs = {*variables(program.outputs)}
     step.scattered = {v: s for v, s in step.scattered.items() if v not in outputs}
     return step
@@ -197,21 +278,19 @@ def stands_in(eqn: Equation, option: str) -> ValueError:
 
 def _scattered(update: Update) -> dict[Var, NamedSharding]:
     """Return the gradients that an update divides first, with their shardings, where types do not tell."""
-    gradients, found = {*update.gradients}, dict[Var, NamedSharding]()
-    for eqn in update.program.eqns:
-        if eqn.primitive.name == "sharding_constraint" and isinstance(v := eqn.invars[0], Var) and v in gradients:
-            s = eqn.params["sharding"]
-            found |= {v: s} if isinstance(s, NamedSharding) and isinstance(s.mesh, Mesh) else {}
-    return found
+    pins = {eqn.invars[0]: eqn.params["sharding"] for eqn in update.program.eqns
+            if eqn.primitive.name == "sharding_constraint" and isinstance(eqn.invars[0], Var)}  # fmt: skip
+    named = {v: s for v in update.gradients if isinstance(s := pins.get(v), NamedSharding)}
+    return {v: s for v, s in named.items() if isinstance(s.mesh, Mesh)}
 
 
-def _shares(update: Update) -> tuple[Update, Update]:
-    """Divide an update into the device's part and the cores' part, by its plan."""
+def _shares(update: Update) -> tuple[Update, Sequence[Schedule]]:
+    """Divide an update into the device's part, and the passes of the cores' part, by its plan."""
     cores = {v for p in update.planned if p.on_cores for v in p.slice.outputs}
     of_cores = [v in cores for v in update.program.outputs]
     _, device = update.only([not own for own in of_cores])
     _, host = update.only(of_cores)
-    return device.updated_by(cores=False), host.updated_by(cores=True)
+    return device.updated_by(cores=False), host.updated_by(cores=True).passes
 
 
 def _gradients_in_turn(update: Update, device: Update, pass_: Stage) -> list[Var]:
@@ -221,7 +300,7 @@ def _gradients_in_turn(update: Update, device: Update, pass_: Stage) -> list[Var
     return large if update.take_turns and not {*device.operands}.isdisjoint(large) else []
 
 
-def _grouped(name: str, slices: Sequence[Slice], *, on_cores: bool = True) -> Iterator[Stage]:
+def _grouped(name: str, slices: Sequence[Slice]) -> Iterator[Stage]:
     """Group consecutive slices into stages of about ``GROUP_BYTES`` each."""
     group: list[Slice] = []
     size = 0
@@ -229,7 +308,7 @@ def _grouped(name: str, slices: Sequence[Slice], *, on_cores: bool = True) -> It
         group.append(s)
         size += sum(nbytes(v.aval) for v in s.loads)
         if size >= GROUP_BYTES or s is slices[-1]:
-            yield Stage(name, tuple(group), on_cores=on_cores)
+            yield Stage(name, tuple(group))
             group, size = [], 0
 
 
@@ -247,7 +326,6 @@ class Task(Stage):
       up: the results of the cores that are read on the device.
       over: the inputs that nobody reads afterwards.
       free: the ones that the step made or was given to donate: their buffers may be reused.
-      reused: the positions of the inputs whose buffers the results of a program of the device take.
     """
 
     inputs: list[Var]
@@ -256,7 +334,21 @@ class Task(Stage):
     up: list[Var]
     over: list[Var]
     free: frozenset[Var]
-    reused: tuple[int, ...]
+
+    @functools.cached_property
+    def reused(self) -> tuple[int, ...]:
+        """The positions of the inputs whose buffers the results of a program of the device take, one for each result of
+        a type and memory."""
+
+        def kind(v: Var) -> Hashable:
+            return v.aval.shape, v.aval.dtype, is_host_aval(v.aval)
+
+        wanted, found = Counter(map(kind, self.outputs)), list[int]()
+        for k, v in enumerate(self.inputs):
+            if v in self.free and wanted[kind(v)] > 0:
+                wanted[kind(v)] -= 1
+                found.append(k)
+        return tuple(found)
 
     @property
     def sends(self) -> bool:
@@ -283,18 +375,16 @@ def tasks_of(step: Staged, donated: Set[Var]) -> list[Task]:
     others = {*step.consts, *step.arguments} - donated
     tasks: list[Task] = []
     for k, stage in enumerate(stages):
-        on_device = not stage.on_cores and stage.inner is None
         defined = [v for v in stage.makes if v in results or last.get(v, -1) > k]
         inputs, defined = _side_by_side(stage.reads, defined, step.next_of)
         over = [v for v in inputs if last[v] == k and v not in results]
-        sent = [v for v in defined if v in by_cores and is_sent(v.aval) and not is_host_aval(v.aval)]
-        down = sent if on_device else []
+        sent = {v for v in defined if v in by_cores and is_sent(v.aval) and not is_host_aval(v.aval)}
+        down = [v for v in defined if v in sent] if stage.name not in (CORES, INNER) else []
         outputs = [v for v in defined if v in by_device or v not in down]
         up = [v for v in defined if v in by_device] if stage.on_cores else []
         free = frozenset(over) - others
-        reused = _reusable(inputs, free, outputs) if on_device else ()
-        tasks.append(Task(stage.name, stage.slices, stage.on_cores, inputs=inputs, outputs=outputs, down=down, up=up,
-                          over=over, free=free, reused=reused))  # fmt: skip
+        tasks.append(Task(stage.name, stage.slices, inputs=inputs, outputs=outputs, down=down, up=up,
+                          over=over, free=free))  # fmt: skip
         others |= {*inputs, *defined} if stage.inner is not None else set()
     return tasks
 
@@ -302,27 +392,11 @@ def tasks_of(step: Staged, donated: Set[Var]) -> list[Task]:
 def _side_by_side(
     inputs: Sequence[Var], results: Sequence[Var], next_of: Mapping[Var, Var]
 ) -> tuple[list[Var], list[Var]]:
-    """Sort inputs and results so that each input stands where its next value does among the results.
+    """Put first the inputs that have a next value among the results, and these next values in the same order.
 
     jax pairs donated inputs with results in their order. Two moments would otherwise be written into each other's
     buffers, which XLA would have to copy first.
     """
     next_values = {next_of[v]: v for v in results if v in next_of}
     old = [v for v in inputs if v in next_values]
-    new = [next_values[v] for v in old]
-    rest, others = {*old}, {*new}
-    return [*old, *(v for v in inputs if v not in rest)], [*new, *(v for v in results if v not in others)]
-
-
-def _reusable(inputs: Sequence[Var], free: Set[Var], outputs: Sequence[Var]) -> tuple[int, ...]:
-    """Return the positions of the inputs whose buffers results may take, one for each result of a type and memory."""
-
-    def kind(v: Var) -> Hashable:
-        return v.aval.shape, v.aval.dtype, is_host_aval(v.aval)
-
-    wanted, found = Counter(map(kind, outputs)), list[int]()
-    for k, v in enumerate(inputs):
-        if v in free and wanted[kind(v)] > 0:
-            wanted[kind(v)] -= 1
-            found.append(k)
-    return tuple(found)
+    return list(dict.fromkeys([*old, *inputs])), list(dict.fromkeys([*(next_values[v] for v in old), *results]))

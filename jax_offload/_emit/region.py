@@ -19,6 +19,7 @@ from jax_offload._base.donation import guarded
 from jax_offload._base.jaxprs import (
     Atom,
     ClosedJaxpr,
+    Equation,
     Jaxpr,
     closed,
     jax_fun,
@@ -33,7 +34,7 @@ from jax_offload._base.on_disk import UpdatedFromDisk
 from jax_offload._base.own_primitives import call_primitive, params_of
 from jax_offload._emit.rows import Names
 from jax_offload._emit.run import follow
-from jax_offload._ir.program import Program, Var
+from jax_offload._ir.program import Builder, Program, Var, flat
 from jax_offload._ir.trace import Backward
 from jax_offload._plan.decide import schedules_of
 from jax_offload._plan.in_scan import InScan
@@ -217,20 +218,27 @@ class Moved:
         return jax_fun(self.jaxpr)(*args)
 
 
-def marked(
-    run: Callable[[Sequence[Any]], list[Any]], args: Sequence[Any], operands: Sequence[Var], plan: InScan | Planned
-) -> list[Any]:
-    """``run(args)`` as one equation, a ``Moved`` of an update; ``operands``: the step's variables for ``args``."""
-    traced, _ = jaxpr_of(lambda *args: run(args), *args)
+def moved(
+    new: Builder,
+    run: Callable[[Sequence[Any]], list[Any]],
+    operands: Sequence[Var],
+    plan: InScan | Planned,
+    like: Equation,
+) -> list[Atom]:
+    """Append ``run`` of a step's variables as one equation, a ``Moved`` of an update, and return its results.
+
+    ``like``: an equation of an update of the step.
+    """
+    given = new.read(operands)
+    traced, _ = jaxpr_of(lambda *args: run(args), *(v.aval for v in given))
     if traced.consts or not only_callbacks(traced.effects):
-        return run(args)
+        return new.call(flat(traced), given)
     j = traced.jaxpr
-
-    def moved(results: list[Var]) -> Moved:
-        jaxpr = Jaxpr([], j.invars, results, j.eqns, j.effects, nameless(j.debug_info))
-        return Moved(closed(jaxpr), [*operands], plan)
-
-    return _bind(moved, j.invars, j.outvars, args)
+    made = [v for v in dict.fromkeys(variables(j.outvars)) if v not in {*j.invars}]
+    part = Moved(closed(Jaxpr([], j.invars, made, j.eqns, j.effects, nameless(j.debug_info))), [*operands], plan)
+    results = [Var(v.aval) for v in made]
+    new.eqns.append(like.replace(invars=given, outvars=results, params=params_of(part), effects=part.effects))
+    return Builder(names=dict(zip([*j.invars, *made], [*given, *results], strict=True))).read(j.outvars)
 
 
 def bound(update: Update, args: Sequence[Any]) -> list[Any]:
@@ -240,23 +248,10 @@ def bound(update: Update, args: Sequence[Any]) -> list[Any]:
     operands = [*program.consts, *args]
     if not any(isinstance(x, Tracer) for x in operands) or not only_callbacks(update.effects):
         return update.emitted(args)
-
-    def with_operands(results: list[Var]) -> Update:
-        return dataclasses.replace(update, program=dataclasses.replace(program, consts=[], outputs=[*results]))
-
-    return _bind(with_operands, program.inputs, program.outputs, operands)
-
-
-def _bind(
-    of: Callable[[list[Var]], Update | Moved], inputs: Sequence[Var], outputs: Sequence[Atom], operands: Sequence[Any]
-) -> list[Any]:
-    """Bind an equation, and return its ``outputs``.
-
-    Operands that are handed on are no results of the equation: jax would copy them where nobody donates.
-    """
-    values = dict(zip(inputs, operands, strict=True))
-    made = [v for v in dict.fromkeys(variables(outputs)) if v not in values]
-    update = of(made)
+    values = dict(zip(program.inputs, operands, strict=True))
+    # Operands that are handed on are no results of the equation: jax would copy them where nobody donates.
+    made = [v for v in dict.fromkeys(variables(program.outputs)) if v not in values]
+    update = dataclasses.replace(update, program=dataclasses.replace(program, consts=[], outputs=[*made]))
     if made or update.effects:
         values.update(zip(made, REGION.bind(*operands, **params_of(update)), strict=True))
-    return values_of(values, outputs)
+    return values_of(values, program.outputs)

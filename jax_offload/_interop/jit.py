@@ -19,13 +19,14 @@ from jax.sharding import Sharding
 from jax.tree_util import keystr
 
 from jax_offload._base.donation import guarded
-from jax_offload._base.jaxprs import ClosedJaxpr
+from jax_offload._base.jaxprs import ClosedJaxpr, jax_fun
 from jax_offload._base.jaxprs import jit as jit_of_jax
 from jax_offload._base.memory import mesh_is_set, on_host, under_jit
-from jax_offload._base.on_disk import Token
+from jax_offload._base.on_disk import Token, is_on_disk
 from jax_offload._drive.run import Driven, places_of
 from jax_offload._emit.find import in_one_scan
-from jax_offload._step.rewritten import rewritten
+from jax_offload._step.loaded import traced_step
+from jax_offload._step.rewritten import is_driven, rewritten
 
 
 def jit(fun: Callable[..., Any] | None = None, **options: Any) -> Any:
@@ -75,7 +76,7 @@ def jit(fun: Callable[..., Any] | None = None, **options: Any) -> Any:
     return Jitted(fun, options)
 
 
-@jax.tree_util.register_pytree_node_class
+@jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True, eq=False)
 class Undone:
     """A step that jax has traced and Python drives. It stands for each of the step's results, a tree without leaves.
@@ -96,13 +97,6 @@ class Undone:
     programs: dict[Hashable, tuple[Driven, Sequence[bool]]] = dataclasses.field(default_factory=dict[Any, Any])
     shardings: dict[tuple[Sharding, int], Sharding] = dataclasses.field(default_factory=dict[Any, Any])
 
-    def tree_flatten(self) -> tuple[tuple[()], Undone]:
-        return (), self
-
-    @classmethod
-    def tree_unflatten(cls, undone: Undone, _: Any) -> Undone:
-        return undone
-
     @classmethod
     def left(cls, step: ClosedJaxpr, result: Any, static: Set[int | str]) -> Any:
         """Return what the trace of a driven step returns."""
@@ -115,15 +109,8 @@ class Undone:
             return None
         return next((x for x in jax.tree.leaves(result, is_leaf=lambda x: isinstance(x, Undone))), None)
 
-    def given(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return the arguments of a call without the static ones."""
-        return (
-            tuple(x for i, x in enumerate(args) if i not in self.static),
-            {name: x for name, x in kwargs.items() if name not in self.static},
-        )
-
     def is_traced(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-        return any(isinstance(x, Tracer) for x in jax.tree.leaves(self.given(args, kwargs)))
+        return any(isinstance(x, Tracer) for x in jax.tree.leaves(_without(self.static, args, kwargs)))
 
     def run(
         self,
@@ -141,7 +128,7 @@ class Undone:
           compiling: the compiler's options for the programs of the device, and for those that send to the host.
           args, kwargs: the step's arguments.
         """
-        given = self.given(args, kwargs)
+        given = _without(self.static, args, kwargs)
         if (places := options.get("in_shardings")) is not None:
             given = (_put(given[0], tuple(places) if isinstance(places, list) else places), given[1])
         leaves = jax.tree.leaves(given)
@@ -179,14 +166,15 @@ def _renamed(arrays: list[jax.Array]) -> list[jax.Array]:
 
 def _put(tree: Any, places: Any) -> Any:
     """Put a tree where a prefix tree of shardings says; ``None`` leaves a part where it is."""
-    broadcast = jax.tree.broadcast(places, tree, is_leaf=lambda x: x is None)
-    leaves, treedef = jax.tree.flatten(tree)
-    where = jax.tree.leaves(broadcast, is_leaf=lambda x: x is None)
-    moved = [
-        x if s is None or isinstance(x, Token) or getattr(x, "sharding", None) == s else jax.device_put(x, s)
-        for x, s in zip(leaves, where, strict=True)
-    ]
-    return jax.tree.unflatten(treedef, moved)
+
+    def moved(place: Any, x: Any) -> Any:
+        there = isinstance(x, Token) or getattr(x, "sharding", None) == place
+        return x if there else jax.device_put(x, place)
+
+    def put(place: Any, part: Any) -> Any:
+        return part if place is None else jax.tree.map(functools.partial(moved, place), part)
+
+    return jax.tree.map(put, places, tree, is_leaf=lambda x: x is None)
 
 
 class Step:
@@ -197,13 +185,14 @@ class Step:
     Args:
       fun: the function.
       driven: whether a step that Python drives is left ``Undone``.
+      as_written: whether the updates stay where they are; parameters in host memory are loaded all the same.
     """
 
-    def __init__(self, fun: Callable[..., Any], driven: bool = False) -> None:
+    def __init__(self, fun: Callable[..., Any], *, driven: bool = False, as_written: bool = False) -> None:
         for name in functools.WRAPPER_ASSIGNMENTS:
             if hasattr(fun, name):
                 setattr(self, name, getattr(fun, name))
-        self._fun, self._drive = weakref.ref(fun), Undone.left if driven else None
+        self._fun, self._driven, self._as_written = weakref.ref(fun), driven, as_written
         self.in_scan: bool | None = None  # whether the first trace has moved all its updates into scans
 
     @property
@@ -214,10 +203,35 @@ class Step:
         return repr(self.__wrapped__)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        fun = self.__wrapped__
         if jax.config.jax_disable_jit:  # pyright: ignore[reportAttributeAccessIssue]
-            return self.__wrapped__(*args, **kwargs)
-        step = rewritten(self.__wrapped__, self._drive)
-        return guarded(step(*args, **kwargs), (args, kwargs))
+            return fun(*args, **kwargs)
+        numbers = [i for i, x in enumerate(args) if _is_static(x)]
+        named = {name: x for name, x in kwargs.items() if _is_static(x)}
+        static = frozenset((*numbers, *named))
+        given = _without(static, args, kwargs)
+        step = functools.partial(fun, **named) if named else fun
+        closed, result = traced_step(step, *args, static=numbers, named=given[1])
+        on_disk = any(map(is_on_disk, jax.tree.leaves(given, is_leaf=is_on_disk)))  # which is no program's operand
+        if self._driven and (on_disk or is_driven(closed)):
+            return Undone.left(closed, result, static)
+        results = jax_fun(closed if self._as_written else rewritten(closed))(*jax.tree.leaves(given))
+        return guarded(jax.tree.unflatten(result, results), given)
+
+
+def _is_static(x: Any) -> bool:
+    """Whether an argument of a jitted function is static; for arguments without leaves it does not matter."""
+    leaves = jax.tree.leaves(x)
+    try:
+        return not any(isinstance(leaf, (Tracer, jax.Array)) for leaf in leaves) and hash(x) is not None
+    except TypeError:
+        return False
+
+
+def _without(static: Set[int | str], args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """Return the arguments of a call without the static ones."""
+    given = tuple(x for i, x in enumerate(args) if i not in static)
+    return given, {name: x for name, x in kwargs.items() if name not in static}
 
 
 _steps: weakref.WeakKeyDictionary[Callable[..., Any], tuple[Step, Step]] = weakref.WeakKeyDictionary()
@@ -251,16 +265,17 @@ class Jitted:
 
     @functools.cached_property
     def _programs(self) -> tuple[Any, Any]:
-        """The step as a program, and as one whose state moves in scans: jax is to know the compiler's options first.
+        """The step as a program, and as one whose state moves in a scan: jax is to know the compiler's options first.
 
         They are made when they are first needed: a backend says whether jaxlib knows our options.
         """
-        if "compiler_options" in self._options:
-            given = jit_of_jax(self._called, **self._options)
-            return given, given
-        either = [compiler_options("cuda", in_scan=in_scan) or None for in_scan in (False, True)]
-        first, second = (jit_of_jax(self._called, **self._options, compiler_options=options) for options in either)
-        return first, second
+        found = (self._compiling(compiler_options("cuda", in_scan=in_scan)) for in_scan in (False, True))
+        first, second = ({**self._options, "compiler_options": options or None} for options in found)
+        return jit_of_jax(self._called, **first), jit_of_jax(self._called, **second)
+
+    def _compiling(self, ours: Mapping[str, Any]) -> dict[str, Any]:
+        """The compiler's options: those that were given, or else ours."""
+        return dict((self._options["compiler_options"] or {}) if "compiler_options" in self._options else ours)
 
     def _outermost(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """The one of the two programs that a step needs, decided by the first trace of its function."""
@@ -275,25 +290,16 @@ class Jitted:
 
     def compiling(self, platform: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
         """The compiler's options for these arguments on a platform."""
-        if "compiler_options" in self._options:
-            return dict(self._options["compiler_options"] or {})
         self._outermost(args, kwargs)
-        return compiler_options(platform, in_scan=bool(self._called.in_scan))
-
-    def _compiling_parts(self) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
-        """The compiler's options for the programs of a driven step, and for those that only send to the host."""
-        given = self._options.get("compiler_options")
-        if "compiler_options" in self._options:
-            return given or {}, given or {}
-        return compiler_options("cuda"), options_for_sending("cuda")
+        return self._compiling(compiler_options(platform, in_scan=bool(self._called.in_scan)))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if under_jit():
             return self._inner(*args, **kwargs)
-        if not self._was_called:
-            self._was_called = True
-            _warn_of_uncommitted(_donated(self.__wrapped__, self._options, args, kwargs))
         jitted = self._outermost(args, kwargs)
+        if not (self._was_called or jax.config.jax_disable_jit):  # pyright: ignore[reportAttributeAccessIssue]
+            self._was_called = True
+            _warn_of_uncommitted(self.__wrapped__, jitted.trace(*args, **kwargs), args, kwargs)
         # The program of a driven step is empty, and would be given every argument: only its trace is asked for.
         keeps = self._options.get("keep_unused")
         result = jitted.trace(*args, **kwargs).out_info if keeps else jitted(*args, **kwargs)
@@ -302,7 +308,8 @@ class Jitted:
             return jitted(*args, **kwargs) if keeps else result
         if undone.is_traced(args, kwargs):  # under vmap, or a derivative
             return self._inner(*args, **kwargs)
-        return undone.run(jitted, self._options, self._compiling_parts(), args, kwargs)
+        compiling = self._compiling(compiler_options("cuda")), self._compiling(options_for_sending("cuda"))
+        return undone.run(jitted, self._options, compiling, args, kwargs)
 
     def trace(self, *args: Any, **kwargs: Any) -> jax.stages.Traced:
         """The same method as on the result of ``jax.jit``."""
@@ -338,32 +345,25 @@ class Jitted:
         return functools.partial(jit, **self._options), (self.__wrapped__,)
 
 
-def _donated(fun: Callable[..., Any], options: dict[str, Any], args: Any, kwargs: Any) -> dict[str, Any]:
-    """The arguments that are donated, by their names: what a step carries on."""
-    nums, names = options.get("donate_argnums", ()), options.get("donate_argnames", ())
-    try:
-        given = inspect.signature(fun).bind(*args, **kwargs).arguments
-        order = list(given)
-        chosen = {names} if isinstance(names, str) else {*(names or ())}
-        chosen |= {order[i] for i in ([nums] if isinstance(nums, int) else nums or ())}
-    except (TypeError, ValueError, IndexError):  # jax says why
-        return {}
-    return {name: x for name, x in given.items() if name in chosen}
-
-
-def _warn_of_uncommitted(carried: dict[str, Any]) -> None:
-    """Warn if parameters that nobody has placed stand beside a state in host memory: eager ``init`` warns too, and a
-    traced one cannot. Arrays of rank 0 are excluded, because optax and flax make their counts so."""
-    flat = jax.tree_util.tree_flatten_with_path(carried)[0]
-    if mesh_is_set() or not any(isinstance(x, jax.Array) and on_host(x) for _, x in flat):
+def _warn_of_uncommitted(step: Callable[..., Any], traced: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    """Warn if donated parameters that nobody has placed stand beside a state in host memory: eager ``init`` warns too,
+    and a traced one cannot. Arrays of rank 0 are excluded, because optax and flax make their counts so."""
+    infos, names = jax.tree.leaves(traced.args_info), traced.jaxpr.jaxpr.debug_info.arg_names or ()
+    donated = {name for name, info in zip(names, infos, strict=False) if info.donated}
+    if not donated or mesh_is_set():
         return
-    for (argument, *path), x in flat:
+    flat = jax.tree_util.tree_flatten_with_path(inspect.signature(step).bind(*args, **kwargs).arguments)[0]
+    carried = [(each.key, keystr(tuple(path)), x) for (each, *path), x in flat]
+    carried = [(argument, path, x) for argument, path, x in carried if argument + path in donated]
+    if not any(isinstance(x, jax.Array) and on_host(x) for *_, x in carried):
+        return
+    for argument, path, x in carried:
         if isinstance(x, jax.Array | np.ndarray) and x.ndim and not getattr(x, "committed", False):
             warnings.warn(
-                f"jo.jit: {argument.key}{keystr(tuple(path))} is not committed to a device, and the state beside it "
-                "is in host memory. jax commits whatever a step with host memory returns, so the second step would "
-                f"compile again. Fix: {argument.key} = jax.device_put({argument.key}, jax.devices()[0]) (or a "
-                "NamedSharding) before the first step, or jax.set_mesh.",
+                f"jo.jit: {argument}{path} is not committed to a device, and the state beside it is in host memory. "
+                "jax commits whatever a step with host memory returns, so the second step would compile again. Fix: "
+                f"{argument} = jax.device_put({argument}, jax.devices()[0]) (or a NamedSharding) before the first "
+                "step, or jax.set_mesh.",
                 stacklevel=3,
             )
             return

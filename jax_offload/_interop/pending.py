@@ -8,16 +8,13 @@ update.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
-from contextlib import AbstractContextManager
+from collections.abc import Mapping, Set
 from typing import Any
 
-import jax
 import jax.numpy as jnp
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import AxisType, NamedSharding, Sharding
 
 from jax_offload._base.arrays import nbytes
 from jax_offload._base.jaxprs import Equation, Var, variables
@@ -31,6 +28,7 @@ from jax_offload._ir.program import Builder, Program
 from jax_offload._ir.propagate import Mask, forward, needed_for
 from jax_offload._ir.slices import is_summary
 from jax_offload._step.checked import check_program, tell
+from jax_offload._step.cut import computed_again
 from jax_offload._step.inlined import consisting_of, equation_of, localised
 
 
@@ -43,21 +41,26 @@ LEAST = 2**16  # bytes, as of a leaf of the state
 _LATE = (ELEMENTWISE | {"broadcast_in_dim"}) - {"sharding_constraint", "reshard", "optimization_barrier", "device_put"}
 
 
-def home_of(v: Var, carried: Mapping[Var, Any]) -> NamedSharding | None:
-    """How a waiting value is divided between devices: like its state, the carried array of its shape in the most parts.
+def like_state(v: Var, carried: Mapping[Var, Any]) -> Sharding | None:
+    """The sharding of a value's state: of the carried array of its shape in the most parts. ``None`` if nothing tells,
+    or if two arrays of that shape are divided in different ways."""
+    alike = [x.sharding for x in carried.values() if x.shape == v.aval.shape and x.sharding is not None]
+    parts = [math.prod(shards_of(s, v.aval.shape)) for s in alike]
+    most = [s for s, n in zip(alike, parts, strict=True) if n == max(parts)]
+    return most[0] if most and all(same_sharding(s, most[0]) for s in most) else None
+
+
+def home_of(v: Var, like: Sharding | None) -> NamedSharding | None:
+    """How a waiting value is to be divided between devices: ``like`` its state.
 
     XLA by itself would let the gradients of divided parameters wait whole on every device. ``None`` if the type tells
-    the sharding, if nothing is divided, or if two arrays of that shape are divided in different ways.
+    the sharding, or if nothing is divided.
     """
-    if not _is_large(v) or typed_sharding(v.aval) is not None:
+    if not _is_large(v) or typed_sharding(v.aval) is not None or not isinstance(like, NamedSharding):
         return None
-    like = [x.sharding for x in carried.values() if x.shape == v.aval.shape and hasattr(x, "sharding")]
-    like = [s for s in like if isinstance(s, NamedSharding) and {*s.mesh.axis_types} == {AxisType.Auto}]
-    parts = [math.prod(shards_of(s, v.aval.shape)) for s in like]
-    most = [s for s, n in zip(like, parts, strict=True) if n == max(parts)]
-    if not most or max(parts) == 1 or not all(same_sharding(s, most[0]) for s in most):
+    if {*like.mesh.axis_types} != {AxisType.Auto} or math.prod(shards_of(like, v.aval.shape)) == 1:
         return None
-    return most[0].with_memory_kind(DEVICE_KIND)
+    return like.with_memory_kind(DEVICE_KIND)
 
 
 def on_host(program: Program, carried: Mapping[Var, Any]) -> Program:
@@ -65,7 +68,7 @@ def on_host(program: Program, carried: Mapping[Var, Any]) -> Program:
 
     Args:
       program: a step's program, with every ``jit`` inlined.
-      carried: the inputs that wait anyway -> their arrays or types.
+      carried: the inputs that wait anyway -> their types.
 
     Raises:
       CannotWait: the step's update cannot load them.
@@ -100,7 +103,8 @@ def _of_update(program: Program, number: int, carried: Mapping[Var, Any]) -> Pro
     update = localised(program.eqns[at])
     gradients = {*update.gradients}
     defined = [v for each in before for v in each.outvars]
-    late, sources = _left_late(before, gradients & {*filter(_is_large, defined)}, {*carried})
+    arithmetic = [each for each in before if each.primitive.name in _LATE]
+    late, sources = computed_again(gradients & {*filter(_is_large, defined)}, {*carried}, arithmetic)
     moved = [v for v in defined if v in sources and _is_large(v)]
     if not moved:
         raise CannotWait(
@@ -108,12 +112,14 @@ def _of_update(program: Program, number: int, carried: Mapping[Var, Any]) -> Pro
             "Use gradients='device'."
         )
     ahead, scalars = _ahead(update, gradients)
-    stores = {v: _store(v, f"gradients/{k}", home_of(v, carried)) for k, v in enumerate(moved)}
-    stored = {v: eqns[-1].outvars[0] for v, eqns in stores.items()}
-    inside = Builder()
-    for k, (v, x) in enumerate(stored.items()):
-        inside.eqns.append(load := _load(x, f"gradients/{k}"))
-        inside.names[v] = load.outvars[0]
+    storing, inside, stored = Builder(), Builder(), dict[Var, Var]()
+    for k, v in enumerate(moved):
+        name, home = f"gradients/{k}", home_of(v, like_state(v, carried))
+        with write_back(v, {v: name}):
+            (x,) = variables(storing.run(lambda x, home=home: to_host(constrained(x, home)), v))
+        with prefetch(x, {x: name}):
+            (inside.names[v],) = inside.run(to_device, x)
+        stored[v] = x
     for each in (*late, *(each for each in update.program.eqns if scalars.isdisjoint(each.outvars))):
         inside.put(each)
     made = {*variables(update.program.outputs)} - scalars
@@ -126,60 +132,8 @@ def _of_update(program: Program, number: int, carried: Mapping[Var, Any]) -> Pro
         names={**update.names, **{x: f"gradients/{k}" for k, x in enumerate(stored.values())}},
         rank={**update.rank, **{x: last + k for k, x in enumerate(stored.values())}},  # the state beside them decides
     )
-    storing = [each for eqns in stores.values() for each in eqns]
-    after = _reading_again(program.eqns[at + 1 :], variables(rest.program.outputs), stored)
-    eqns = [*before, *ahead, *storing, equation_of(rest, program.eqns[at]), *after]
+    eqns = [*before, *ahead, *storing.eqns, equation_of(rest, program.eqns[at]), *program.eqns[at + 1 :]]
     return dataclasses.replace(program, eqns=eqns)
-
-
-def _left_late(eqns: Sequence[Equation], gradients: Set[Var], carried: Set[Var]) -> tuple[list[Equation], Set[Var]]:
-    """The last arithmetic on gradients (a scale, a cast to more bytes), and its operands, which take no more bytes."""
-    sources_of: dict[Var, frozenset[Var]] = {}
-    for eqn in eqns:
-        if eqn.primitive.name in _LATE and len(eqn.outvars) == 1 and not eqn.effects and eqn.outvars[0].aval.shape:
-            (out,) = eqn.outvars
-            of = frozenset[Var]().union(*(sources_of.get(v, {v}) for v in variables(eqn.invars)))
-            if sum(nbytes(v.aval) for v in of - carried if v.aval.shape) <= nbytes(out.aval):
-                sources_of[out] = of
-    sources = {source for v in gradients for source in sources_of.get(v, {v})}
-    late, _ = needed_for(eqns, gradients - sources, lambda eqn: sources.isdisjoint(eqn.outvars))
-    return late, sources
-
-
-def _reading_again(eqns: Sequence[Equation], made: Iterable[Var], stored: Mapping[Var, Var]) -> list[Equation]:
-    """Change the equations after an update: those that need what it ``made`` load their gradients again."""
-    late, new = {*made}, Builder()
-    for eqn in eqns:
-        if late.isdisjoint(variables(eqn.invars)):
-            new.eqns.append(eqn)
-            continue
-        late.update(eqn.outvars)
-        for v in variables(eqn.invars):
-            if v in stored and v not in new.names:
-                new.eqns.append(load := _load(stored[v], "gradients"))
-                new.names[v] = load.outvars[0]
-        new.put(eqn)
-    return new.eqns
-
-
-def _store(v: Var, name: str, home: NamedSharding | None) -> list[Equation]:
-    pins = [] if home is None else [_equation(lambda x: constrained(x, home), v)]
-    return [*pins, _equation(to_host, pins[0].outvars[0] if pins else v, write_back(v, {v: name}))]
-
-
-def _load(v: Var, name: str) -> Equation:
-    return _equation(to_device, v, prefetch(v, {v: name}))
-
-
-def _equation(
-    run: Callable[[jax.Array], jax.Array], v: Var, scope: AbstractContextManager[Any] | None = None
-) -> Equation:
-    """The only equation of ``run`` of a variable, in a scope."""
-    new = Builder()
-    with scope or contextlib.nullcontext():
-        new.run(run, v)
-    (eqn,) = new.eqns
-    return eqn
 
 
 def _is_large(v: Var) -> bool:

@@ -16,8 +16,11 @@ from typing import Any, Literal
 import jax
 from jax.core import Tracer
 
+from jax_offload._base.jaxprs import jax_fun
+from jax_offload._base.jaxprs import jit as jit_of_jax
 from jax_offload._interop.jit import Jitted
-from jax_offload._interop.rotated import Aux, Carry, Rotated, array_of, is_traced
+from jax_offload._interop.rotated import Aux, Carry, Rotated, Types, array_of
+from jax_offload._step.loaded import traced_step
 
 
 def pipelined(
@@ -81,38 +84,33 @@ def pipelined(
       >>> w, state = train.finish(train(carry, x)[0])
     """
     step = step.__wrapped__ if isinstance(step, Jitted) else step  # it rewrites the whole, turned round
-    parameters = inspect.signature(step).parameters
-    carried = _chosen(parameters, "donate", donate_argnames, donate_argnums)
-    static = _chosen(parameters, "static", static_argnames, static_argnums)
+    given = {"donate_argnames": donate_argnames, "donate_argnums": donate_argnums}
+    jit_of_jax(step, **given, static_argnames=static_argnames, static_argnums=static_argnums)  # it checks all of them
+    carried = _chosen(step, "donate_argnames", donate_argnums, donate_argnames)
     if not carried:
         raise ValueError(
-            f"donate_argnames: expected names among {list(parameters)}, got {donate_argnames!r}; name what the step "
-            "carries from call to call, its parameters and state."
+            f"donate_argnames: expected names among {list(inspect.signature(step).parameters)}, got "
+            f"{donate_argnames!r}; name what the step carries from call to call, its parameters and state."
         )
-    if both := {*carried} & {*static}:
-        raise ValueError(f"static_argnames: a carried argument cannot be static; got {sorted(both)} in both.")
     if gradients not in ("device", "host"):
         raise ValueError(f"gradients: expected 'device' or 'host', got {gradients!r}.")
+    static = _chosen(step, "static_argnames", static_argnums, static_argnames)
+    if both := {*carried} & {*static}:
+        raise ValueError(f"static_argnames: a carried argument cannot be static; got {sorted(both)} in both.")
     return Pipelined(step, carried, static, on_host=gradients == "host")
 
 
 def _chosen(
-    parameters: Mapping[str, inspect.Parameter], which: str, names: str | Sequence[str], numbers: int | Sequence[int]
+    step: Callable[..., Any], option: str, numbers: int | Sequence[int], names: str | Sequence[str]
 ) -> tuple[str, ...]:
-    """Return the parameters that are chosen by position or by name, as ``jax.jit`` does, in their own order."""
-    given = list(parameters)
-    wanted = (names,) if isinstance(names, str) else tuple(names)
-    if any(name not in parameters for name in wanted):
-        raise ValueError(f"{which}_argnames: expected names among {given}, got {names!r}.")
-    places = (numbers,) if isinstance(numbers, int) else tuple(numbers)
-    if any(not -len(given) <= k < len(given) for k in places):
-        raise ValueError(
-            f"{which}_argnums: expected positions among the step's {len(given)} parameters {given}, got {numbers!r}."
-        )
-    chosen = tuple(name for name in given if name in {*(given[k] for k in places), *wanted})
+    """Return the parameters that are chosen by position or by name, which jax has checked, in their own order."""
+    parameters = inspect.signature(step).parameters
+    places = (numbers,) if isinstance(numbers, int) else numbers
+    wanted = {*([*parameters][k] for k in places), *((names,) if isinstance(names, str) else names)}
+    chosen = tuple(name for name in parameters if name in wanted)
     kinds = inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD
     if various := [str(parameters[name]) for name in chosen if parameters[name].kind in kinds]:
-        raise ValueError(f"{which}_argnames: {various[0]} stands for several arguments; give each a name of its own.")
+        raise ValueError(f"{option}: {various[0]} stands for several arguments; give each a name of its own.")
     return chosen
 
 
@@ -141,18 +139,15 @@ class Pipelined:
     def __init__(
         self, step: Callable[..., Any], names: tuple[str, ...], static: tuple[str, ...], *, on_host: bool = False
     ) -> None:
-        self._step, self._names, self._static, self.on_host = step, names, static, on_host
-        self._programs: dict[Any, Rotated] = {}
-        self._same = jax.jit(lambda *_: (), static_argnums=range(len(static)))
+        self.step, self._names, self._static, self.on_host = step, names, static, on_host
         self._signature = inspect.signature(step)
         self._rest = self._signature.replace(
             parameters=[p for name, p in self._signature.parameters.items() if name not in names]
         )
-
-    @property
-    def step(self) -> Callable[..., Any]:
-        """The original step."""
-        return self._step
+        of_static = range(2, 2 + len(static))
+        self._by_name = jit_of_jax(self._loaded, static_argnums=of_static)
+        self._start = Jitted(self._before, {"static_argnums": of_static})
+        self._programs: dict[Any, Rotated] = {}
 
     def __call__(self, carry: Any, *args: Any, **kwargs: Any) -> tuple[Carry, Aux]:
         """Run the pending update, then compute the gradients of the next batch.
@@ -167,22 +162,21 @@ class Pipelined:
           The next carry, and an ``Aux``: ``now`` belongs to this batch, ``late`` to the batch before.
 
         Raises:
-          TypeError: ``carry`` is neither, or another argument is not an array and not static.
+          TypeError: ``carry`` is neither, or another argument is neither an array nor static.
           ValueError: ``carry`` was used already, or belongs to another step; or the step cannot be turned around, as
             ``pipelined`` says.
         """
-        given = self._rest.bind(*args, **kwargs).arguments
+        return self._run(carry, *self._parted(self._rest.bind(*args, **kwargs).arguments))
+
+    def _run(self, carry: Any, rest: Mapping[str, Any], static: Sequence[Any]) -> tuple[Carry, Aux]:
         if not isinstance(carry, Carry):
-            carried = {name: jax.tree.map(array_of, x) for name, x in self._carried(carry).items()}
-            program, rest = self._traced(carried, given)
-            kept, now = program.start(jax.tree.leaves(tuple(carried.values())), rest)
-            return Carry(kept, 0, program), Aux(program.aux(now, program.now), None, 0)
-        old = self._of(carry)
-        program, rest = self._traced(dict(zip(self._names, old.carried, strict=True)), given)
-        carry.used = True
-        kept, late, now = old.train(program, carry.kept, rest)
-        number = _number(carry.step) + 1
-        return Carry(kept, number, program), Aux(program.aux(now, program.now), old.aux(late, old.late), number)
+            carried = jax.tree.map(array_of, self._carried(carry))
+            leaves = jax.tree.leaves(carried)
+            produced, given, now, program = self._start(Types.of(carried), (leaves, rest), *static)
+            return Carry((program.own(leaves), produced, given), 0, program), Aux(now, None, 0)
+        kept, late, now, program = self._of(carry).train(*carry.kept, rest, *static)
+        carry.used, number = True, _number(carry.step) + 1
+        return Carry(kept, number, program), Aux(now, late, number)
 
     def finish(self, carry: Any, *, with_late: bool = False) -> Any:
         """Run the pending update alone: before an evaluation or a checkpoint, and at the end.
@@ -204,9 +198,10 @@ class Pipelined:
             return (carry, None) if with_late else carry
         program = self._of(carry)
         carry.used = True
-        results, late = program.finish(carry.kept)
+        leaves, late = program.finish(*carry.kept)
+        results = jax.tree.unflatten(program.types.tree, leaves)
         results = results[0] if len(results) == 1 else results
-        return (results, program.aux(late, program.late)) if with_late else results
+        return (results, late) if with_late else results
 
     def params(self, carry: Any) -> Any:
         """Return the current parameters after the pending update, which stays pending.
@@ -223,7 +218,7 @@ class Pipelined:
             ``params``.
         """
         program = self._of(carry) if isinstance(carry, Carry) else None
-        carried = list(self._carried(carry).values()) if program is None else program.carried
+        carried = self._carried(carry) if program is None else program.types.carried
         if "params" in self._names:
             owner, attribute = self._names.index("params"), None
         else:
@@ -234,16 +229,14 @@ class Pipelined:
                 )
             owner, attribute = owners[0], "params"
         if program is not None:
-            return program.look(carry.kept, owner, attribute)
+            return program.look(*carry.kept, owner, attribute)
         return getattr(carried[owner], attribute) if attribute else carried[owner]
 
     def whole_step(self, *args: Any, **kwargs: Any) -> Any:
         """Call the step twice with the original step's arguments: what ``jax_offload.placement`` traces."""
-        given = self._given(args, kwargs)
-        rest = inspect.BoundArguments(self._rest, {k: x for k, x in given.items() if k not in self._names})  # pyright: ignore[reportArgumentType]
-        first = [given[name] for name in self._names]
-        carry, _ = self(first if len(first) > 1 else first[0], *rest.args, **rest.kwargs)
-        return self(carry, *rest.args, **rest.kwargs)
+        carried, rest, static = self._given(args, kwargs)
+        carry, _ = self._run(carried[0] if len(carried) == 1 else carried, rest, static)
+        return self._run(carry, rest, static)
 
     def turned(self, *args: Any, **kwargs: Any) -> tuple[Jitted, tuple[Any, ...], dict[str, Any]]:
         """Return the call as jax compiles it, its arguments, and the types of the carried values, for ``inspect``.
@@ -255,19 +248,18 @@ class Pipelined:
           TypeError: the arguments fit neither.
         """
         if args and isinstance(args[0], Carry):
-            carry, old = args[0], self._of(args[0])
-            given = self._rest.bind(*args[1:], **kwargs).arguments
-            program, rest = self._traced(dict(zip(self._names, old.carried, strict=True)), given)
-            kept = carry.kept
+            program, kept = self._of(args[0]), args[0].kept
+            rest, static = self._parted(self._rest.bind(*args[1:], **kwargs).arguments)
         else:
-            given = self._given(args, kwargs)
-            carried = {name: jax.tree.map(array_of, given[name]) for name in self._names}
-            old = program = (found := self._traced(carried, given))[0]
-            rest = found[1]
-            kept = program.kept(jax.tree.leaves(tuple(carried.values())), rest)
-        return old.turned(program), (*kept, jax.tree.leaves(rest)), dict(zip(self._names, old.carried, strict=True))
+            carried, rest, static = self._given(args, kwargs)
+            carried = jax.tree.map(array_of, carried)
+            program = self._program(Types.of(carried), rest, static)
+            kept = program.kept(jax.tree.leaves(carried), jax.tree.leaves(rest))
+        carried = dict(zip(self._names, program.types.carried, strict=True))
+        return program.train, (*kept, rest, *static), carried
 
-    def _given(self, args: Any, kwargs: Any) -> dict[str, Any]:
+    def _given(self, args: Any, kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any], list[Any]]:
+        """Return the carried arguments of the original step, the others, and the static ones."""
         try:
             given = self._signature.bind(*args, **kwargs).arguments
         except TypeError as error:
@@ -277,10 +269,10 @@ class Pipelined:
             ) from error
         if missing := [name for name in self._names if name not in given]:
             raise TypeError(f"step: {', '.join(missing)}: missing; carried arguments have no default.")
-        return given
+        return tuple(given[name] for name in self._names), *self._parted(given)
 
-    def _carried(self, carry: Any) -> dict[str, Any]:
-        """Return the carried arguments of a first call by name."""
+    def _carried(self, carry: Any) -> tuple[Any, ...]:
+        """Return the carried arguments of a first call."""
         values = [carry] if len(self._names) == 1 else carry
         if not isinstance(values, (tuple, list)) or len(values) != len(self._names):
             count = f" of {len(carry)}" if isinstance(carry, (tuple, list)) else ""
@@ -288,7 +280,7 @@ class Pipelined:
                 f"carry: expected what the last call returned, or at first the tuple ({', '.join(self._names)}), got a "
                 f"{type(carry).__name__}{count}."
             )
-        return dict(zip(self._names, values, strict=True))
+        return tuple(values)
 
     def _of(self, carry: Carry) -> Rotated:
         if not any(carry.program is program for program in self._programs.values()):
@@ -297,36 +289,39 @@ class Pipelined:
             raise ValueError("carry: was used already, and its arrays are gone; use what the last call has returned.")
         return carry.program
 
-    def _traced(self, carried: dict[str, Any], given: dict[str, Any]) -> tuple[Rotated, dict[str, Any]]:
-        """The program for arguments of these types, and those that are neither carried nor static."""
-        static = {name: given[name] for name in self._static if name in given}
-        rest = {name: x for name, x in given.items() if name not in carried and name not in static}
-        for name, x in rest.items():
-            if other := [x for x in jax.tree.leaves(x) if not is_traced(x)]:
-                raise TypeError(f"{name}: a {type(other[0]).__name__} is no array; name it in static_argnames.")
-        leaves, treedef = jax.tree.flatten((carried, rest))
-        # The trace of a function of nothing but the static arguments is the same object wherever jax would take them
-        # for the same: of equal types, and under the same settings of jax (types of 64 bits, precision, a mesh).
-        settings = self._same.trace(*(static.get(name, inspect.Parameter.empty) for name in self._static)).jaxpr
-        key = treedef, tuple(map(_type, leaves)), settings
+    def _parted(self, given: Mapping[str, Any]) -> tuple[dict[str, Any], list[Any]]:
+        """Return the arguments that are neither carried nor static, and the static ones, ``empty`` if left out."""
+        rest = {name: x for name, x in given.items() if name not in (*self._names, *self._static)}
+        return rest, [given.get(name, inspect.Parameter.empty) for name in self._static]
+
+    def _loaded(self, *given: Any) -> Any:
+        """Call the step of its carried arguments, the others by name, and the static ones."""
+        closed, result = traced_step(self._called, *given, static=range(2, len(given)))
+        return jax.tree.unflatten(result, jax_fun(closed)(*jax.tree.leaves(given[:2])))
+
+    def _called(self, carried: Sequence[Any], rest: Mapping[str, Any], *static: Any) -> Any:
+        fixed = {name: x for name, x in zip(self._static, static, strict=True) if x is not inspect.Parameter.empty}
+        every = dict(zip(self._names, carried, strict=True)) | fixed | dict(rest)
+        in_order = {name: every[name] for name in self._signature.parameters if name in every}
+        bound = inspect.BoundArguments(self._signature, in_order)  # pyright: ignore[reportArgumentType]
+        return self.step(*bound.args, **bound.kwargs)
+
+    def _program(self, types: Types, rest: Mapping[str, Any], static: Sequence[Any]) -> Rotated:
+        """The step turned round. jax has one trace for all that it takes as one program: arguments of the same types,
+        static arguments, settings of jax."""
+        traced = self._by_name.trace(types.carried, rest, *static)
+        key = traced.jaxpr, types
         if key not in self._programs:
+            how = {"statics": len(static), "gradients_on_host": self.on_host}
+            self._programs[key] = Rotated(traced, types, self._names, self._program, **how)
+        return self._programs[key]
 
-            def step(own: Any) -> Any:
-                every = static | own
-                ordered = {name: every[name] for name in self._signature.parameters if name in every}
-                bound = inspect.BoundArguments(self._signature, ordered)  # pyright: ignore[reportArgumentType]
-                return self._step(*bound.args, **bound.kwargs)
-
-            self._programs[key] = Rotated(step, carried, rest, on_host=self.on_host)
-        return self._programs[key], rest
+    def _before(self, types: Types, given: tuple[Sequence[Any], Mapping[str, Any]], *static: Any) -> Any:
+        """Run the first part of the step, without an update to run."""
+        program = self._program(types, given[1], static)
+        return *program.before(given[0], jax.tree.leaves(given[1])), program
 
 
 def _number(x: Any) -> Any:
     """The number of a step, of an array too: a carry may have been saved and restored."""
     return x if isinstance(x, Tracer) else operator.index(x)
-
-
-def _type(x: Any) -> Any:
-    if not hasattr(x, "dtype"):
-        return type(x)
-    return tuple(x.shape), x.dtype, getattr(x, "weak_type", False), getattr(x, "sharding", None)

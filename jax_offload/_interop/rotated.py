@@ -3,28 +3,28 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding
+from jax.tree_util import keystr, tree_flatten_with_path
 
-from jax_offload._base.arrays import is_array
-from jax_offload._base.jaxprs import MATMULS, Equation, Var, holds, values_of, variables
-from jax_offload._base.memory import HOST_KIND, abstract, in_its_memory, is_host_aval, with_kind
+from jax_offload._base.jaxprs import MATMULS, Equation, Var, holds, located, values_of, variables
+from jax_offload._base.memory import DEVICE_KIND, HOST_KIND, HostStruct, abstract, is_host_aval, on_host, with_kind
 from jax_offload._base.on_disk import is_on_disk
-from jax_offload._base.shardings import constrained, typed_sharding
-from jax_offload._emit.find import holds_update, is_update
+from jax_offload._base.shardings import constrained, sharding_of, typed_sharding
+from jax_offload._emit.find import is_update
 from jax_offload._interop import pending
 from jax_offload._interop.jit import Jitted
-from jax_offload._ir.primitives import CHECKPOINT
 from jax_offload._ir.program import flat
-from jax_offload._ir.propagate import Mask, made_of, needed_for, union
+from jax_offload._ir.propagate import Mask, union
 from jax_offload._step.canonical import dereferenced
+from jax_offload._step.checked import unreturned
 from jax_offload._step.cut import Cut, cut_step
-from jax_offload._step.loaded import traced_step
-from jax_offload._step.returned import UPDATED, origins_of, unreturned
+from jax_offload._step.origins import UPDATED, origins_of
 
 Values = dict[str, Any]
 Kept = tuple[Values, Values, Values]
@@ -34,36 +34,67 @@ The first two are donated. The last are the caller's, such as a learning rate, a
 """
 
 
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class Types:
+    """The types of the carried arguments, with shardings, which a trace does not tell."""
+
+    tree: Any
+    leaves: tuple[Any, ...]
+
+    @classmethod
+    def of(cls, carried: Any) -> Types:
+        leaves, tree = jax.tree.flatten(carried)
+        return cls(tree, tuple(map(_abstract, leaves)))
+
+    @property
+    def carried(self) -> Any:
+        return jax.tree.unflatten(self.tree, self.leaves)
+
+    @property
+    def places(self) -> list[NamedSharding | None]:
+        """The shardings of their next values: their own, or the next call would be another program. With Auto axes XLA
+        may leave new parameters divided as the state that they were made with (ZeRO-1)."""
+        found = (x.sharding for x in self.leaves)
+        return [s if isinstance(s, NamedSharding) and s.num_devices > 1 else None for s in found]
+
+
+@jax.tree_util.register_static
 class Rotated:
-    """A step, traced for arguments of some types.
+    """A step, turned around for arguments of some types. jax hands it on as a part of a result's structure.
 
     Attributes:
-      carried: the carried arguments, as types.
-      now, late: the numbers of the results that are not carried on and that need no update, and of those that do.
+      types: of the carried arguments.
+      train: the late part of this step, then the first part of the next one, which is the same step if the types are.
+        It takes the kept values, the leaves of the other arguments by name, and static arguments; it returns the values
+        kept for the next update, the late results, the results of the next step known now, and that step.
+      finish: the late part alone: the leaves of the carried arguments, and the late results. The values kept for the
+        update are not donated, because no next value could take their buffers.
+      look: a carried argument after the update, by its place, or an attribute of it. Nothing is donated.
     """
 
     def __init__(
         self,
-        step: Callable[[Mapping[str, Any]], Any],
-        carried: Mapping[str, Any],
-        rest: Mapping[str, Any],
+        traced: jax.stages.Traced,
+        types: Types,
+        names: Sequence[str],
+        following: Callable[..., Rotated],
         *,
-        on_host: bool = False,
+        statics: int,
+        gradients_on_host: bool,
     ) -> None:
-        """``step`` takes its arguments by name: ``carried``, and ``rest``, all of arrays.
+        """Turn a step around.
 
-        ``on_host``: whether its gradients wait for the update in host memory.
+        Args:
+          traced: the step, of its carried arguments and of the others by name.
+          types: of its carried arguments.
+          names: of its carried arguments.
+          following: the step for carried arguments of these types, for others by name, and for static arguments.
+          statics: how many static arguments it has.
+          gradients_on_host: whether its gradients wait for the update in host memory.
         """
-        leaves, self._treedef = jax.tree.flatten(tuple(carried.values()))
-        arrays, rest_tree = jax.tree.flatten(dict(rest))
-        self.carried = jax.tree.unflatten(self._treedef, [_abstract(x) for x in leaves])
-
-        def call(leaves: Sequence[Any], arrays: Sequence[Any]) -> Any:
-            own = dict(zip(carried, jax.tree.unflatten(self._treedef, leaves), strict=True))
-            return step(own | jax.tree.unflatten(rest_tree, arrays))
-
-        closed, result_tree = traced_step(call, [in_its_memory(x) for x in leaves], arrays)
-        program = dereferenced(flat(closed, any_jit=True), any_jit=True)
+        self.types, leaves, carried = types, types.leaves, dict(zip(names, types.carried, strict=True))
+        program = dereferenced(flat(traced.jaxpr, any_jit=True), any_jit=True)
         inputs = program.inputs[len(program.consts) :]
         own, given = inputs[: len(leaves)], inputs[len(leaves) :]
         owners = [name for name, x in carried.items() for _ in jax.tree.leaves(x)]
@@ -71,11 +102,12 @@ class Rotated:
         def origins(bits: Mapping[str, int]) -> list[int]:
             return origins_of(program, {v: bits.get(name, 0) for v, name in zip(own, owners, strict=True)})
 
-        places, self._others = matched(carried, jax.tree.unflatten(result_tree, closed.out_avals), origins)
-        program = pending.on_host(program, dict(zip(own, leaves, strict=True))) if on_host else program
+        places, self._others = matched(carried, traced.out_info, origins)
+        arrays = dict(zip(own, leaves, strict=True))
+        program = pending.on_host(program, arrays) if gradients_on_host else program
         self._cut = cut = cut_step(program)
-        if why := _model_in_update(cut, dict(zip(own, owners, strict=True)), given):
-            raise ValueError(f"step: {why}.")
+        if (model := _model_in_update(cut, own, given)) is not None:
+            raise ValueError(f"step: {located(_MODEL, model)}. {_TAKE_FIRST}")
         self._results = [program.outputs[k] for k in places]
         moved = [k for k, v in enumerate(own) if is_host_aval(self._results[k].aval) and not is_host_aval(v.aval)]
         if moved:
@@ -92,143 +124,100 @@ class Rotated:
         if (lost := unreturned(program)) is not None:
             raise ValueError(f"step: cannot be turned round, as {lost.why}. Return new {', '.join(carried)}.")
         beside = [k for k in range(len(program.outputs)) if k not in {*places}]
-        self.late = [k for k in beside if {*variables([program.outputs[k]])} & after_gradients]
-        self.now = [k for k in beside if k not in self.late]
+        self._late = [k for k in beside if {*variables([program.outputs[k]])} & after_gradients]
+        self._now = [k for k in beside if k not in self._late]
 
         read = [v for part in (cut.update, cut.after) for v in part.inputs] + variables(self._results)
         known = {*program.inputs[: len(program.consts)]} | after_gradients
         kept = {v for v in read if v not in known}
-        self._inputs = own
-        names = names_of(carried)
         produced = [v for v in dict.fromkeys(read) if v in kept and v not in {*inputs}]
+        # A carried argument that nothing late reads keeps its place, so that places do not depend on the step.
+        self._own = dict(zip(names_of(carried), own, strict=True))
         self._keys = (
-            {v: name for v, name in zip(own, names, strict=True) if v in kept},
+            {v: name for name, v in self._own.items() if v in kept},
             {v: f"{k:04d}" for k, v in enumerate(produced)},
             {v: f"{k:04d}" for k, v in enumerate(given) if v in kept},
         )
-        homes = {v: pending.home_of(v, dict(zip(own, leaves, strict=True))) for v in produced}
-        self._homes = {v: home for v, home in homes.items() if home is not None}
-        self._places = [_place(x) for x in leaves]
-        self._start = Jitted(self._before, {})
-        self._finish = Jitted(self._after, {"donate_argnums": 0, "out_shardings": (self._places, None)})
-        self._look = Jitted(self._current, {"static_argnums": (3, 4)})
-        self._trains: dict[int, Jitted] = {}
+        self._like = {v: pending.like_state(v, arrays) for v in produced}
 
-    def start(self, leaves: Sequence[Any], rest: Mapping[str, Any]) -> tuple[Kept, list[Any]]:
-        """Return the values kept for the update, and the results known now."""
-        produced, given, now = self._start(leaves, jax.tree.leaves(dict(rest)))
-        return (self._own(leaves), produced, given), now
-
-    def train(self, following: Rotated, kept: Kept, rest: Mapping[str, Any]) -> tuple[Kept, list[Any], list[Any]]:
-        """Run the late part of this step, then the first part of the next one, which is the same step if the types are.
-
-        The values kept for the next update, the late results of this step, and the results of the next one known now.
-        """
-        return self.turned(following)(*kept, jax.tree.leaves(dict(rest)))
-
-    def turned(self, following: Rotated) -> Jitted:
-        """The step that ``train`` calls, a function of the kept values and of the other arguments' leaves."""
-        if id(following) not in self._trains:
-            places = (following._own(self._places), None, None), None, None
-            how = {"donate_argnums": (0, 1), "out_shardings": places}
-            self._trains[id(following)] = Jitted(self._train(following), how)
-        return self._trains[id(following)]
-
-    def _train(self, following: Rotated) -> Callable[..., Any]:
-        def train(own: Values, produced: Values, given: Values, arrays: Sequence[Any]) -> Any:
+        def train(own: Values, produced: Values, given: Values, rest: Values, *static: Any) -> Any:
             leaves, late = self._after(own, produced, given)
-            produced, given, now = following._before(leaves, arrays)
-            return (following._own(leaves), produced, given), late, now
+            next_step = following(types, rest, static)
+            produced, given, now = next_step.before(leaves, jax.tree.leaves(rest))
+            return (next_step.own(leaves), produced, given), late, now, next_step
 
-        return train
+        after = dict(zip(self._own, types.places, strict=True))
+        where = {"donate_argnums": (0, 1), "out_shardings": ((after, None, None), None, None, None)}
+        self.train = Jitted(train, {"static_argnums": range(4, 4 + statics), **where})
+        self.finish = Jitted(self._after, {"donate_argnums": 0, "out_shardings": (types.places, None)})
+        self.look = Jitted(self._current, {"static_argnums": (3, 4)})
 
-    def _own(self, leaves: Sequence[Any]) -> Values:
+    def own(self, leaves: Sequence[Any]) -> Values:
         """The carried arguments that wait."""
-        values = dict(zip(self._inputs, leaves, strict=True))
-        return {name: values[v] for v, name in self._keys[0].items()}
+        return {name: x if v in self._keys[0] else None for (name, v), x in zip(self._own.items(), leaves, strict=True)}
 
-    def kept(self, leaves: Sequence[Any], rest: Mapping[str, Any]) -> Kept:
-        """The types of the values that a call keeps. Gradients are divided like their state, type or parameter."""
-        arrays = jax.tree.leaves(dict(rest))
-        values = dict(zip(self._cut.program.inputs[len(self._cut.program.consts) :], [*leaves, *arrays], strict=True))
-        own, (produced, _, _) = self._own(leaves), jax.eval_shape(self._before, leaves, arrays)
-        found = [(x, x.sharding) for x in reversed(leaves) if getattr(x, "sharding", None) is not None]
-        places = {(x.shape, x.dtype): s for x, s in found if s.memory_kind != HOST_KIND}
-        # where no sharding is given, like the arrays on the host, if those are on one device
-        alone = next((s for _, s in found if s.memory_kind == HOST_KIND and s.num_devices == 1), None)
-        hosts = {name for v, name in self._keys[1].items() if is_host_aval(v.aval)}
-        homes = {name: self._homes[v] for v, name in self._keys[1].items() if v in self._homes}
-
-        def placed(name: str, x: Any) -> Any:
-            sharding = homes.get(name, places.get((x.shape, x.dtype), alone if name in hosts else None))
-            if isinstance(sharding, NamedSharding) and (typed := typed_sharding(x)) is not None:
-                sharding = sharding.update(spec=typed.spec)
-            sharding = with_kind(sharding, HOST_KIND) if sharding is not None and name in hosts else sharding
-            return abstract(x.shape, x.dtype, sharding, x.weak_type)
-
-        given = {name: values[v] for v, name in self._keys[2].items()}
-        return own, {name: placed(name, x) for name, x in produced.items()}, given
-
-    def finish(self, kept: Kept) -> tuple[tuple[Any, ...], list[Any]]:
-        """Return the carried arguments after the update, and the late results.
-
-        The values kept for the update are not donated, because no next value could take their buffers.
-        """
-        leaves, late = self._finish(*kept)
-        return jax.tree.unflatten(self._treedef, leaves), late
-
-    def look(self, kept: Kept, place: int, attribute: str | None) -> Any:
-        """Return a carried argument after the update, or an attribute of it. Nothing is donated."""
-        return self._look(*kept, place, attribute)
-
-    def aux(self, values: Sequence[Any], places: Sequence[int]) -> Any:
-        """The results that are not carried on, with ``None`` for those not among ``places``."""
-        return jax.tree.map(dict(zip(places, values, strict=True)).get, self._others)
-
-    def _before(self, leaves: Sequence[Any], arrays: Sequence[Any]) -> tuple[Values, Values, list[Any]]:
+    def before(self, leaves: Sequence[Any], arrays: Sequence[Any]) -> tuple[Values, Values, Any]:
+        """Run the part before the update; return the other values that wait for it, and the results known now."""
         program = self._cut.program
         env = dict(zip(program.inputs, [*program.consts, *leaves, *arrays], strict=True))
-        _run(self._cut, env, 0)
-        env |= {v: constrained(env[v], home) for v, home in self._homes.items()}
+        _run(self._cut.before, env)
+        env |= {v: constrained(env[v], pending.home_of(v, like)) for v, like in self._like.items()}
         produced, given = ({name: env[v] for v, name in keys.items()} for keys in self._keys[1:])
-        return produced, given, values_of(env, [program.outputs[k] for k in self.now])
+        return produced, given, self._aux(env, self._now)
 
-    def _after(self, *kept: Values) -> tuple[list[Any], list[Any]]:
+    def kept(self, leaves: Sequence[Any], arrays: Sequence[Any]) -> Kept:
+        """The types of the values that a call keeps. Gradients are divided like their state or parameter."""
+        produced, _, _ = jax.eval_shape(self.before, leaves, arrays)
+        given = dict(zip(self._cut.program.inputs[len(self._cut.program.inputs) - len(arrays) :], arrays, strict=True))
+        # where nothing tells, as arrays on the host are, if those are on one device
+        alone = (s for x in leaves if (s := getattr(x, "sharding", None)) and s.memory_kind == HOST_KIND)
+        alone = next((s for s in alone if s.num_devices == 1), None)
+
+        def placed(v: Var, x: Any) -> Any:
+            sharding = self._like[v] or (alone if is_host_aval(v.aval) else None)
+            if isinstance(sharding, NamedSharding) and (typed := typed_sharding(x)) is not None:
+                sharding = sharding.update(spec=typed.spec)
+            kind = HOST_KIND if is_host_aval(v.aval) else DEVICE_KIND
+            return abstract(x.shape, x.dtype, sharding and with_kind(sharding, kind), x.weak_type)
+
+        produced = {name: placed(v, produced[name]) for v, name in self._keys[1].items()}
+        return self.own(leaves), produced, {name: given[v] for v, name in self._keys[2].items()}
+
+    def _aux(self, env: Mapping[Var, Any], places: Sequence[int]) -> Any:
+        """The results that are not carried on, with ``None`` for those not among ``places``."""
+        values = values_of(env, [self._cut.program.outputs[k] for k in places])
+        return jax.tree.map(dict(zip(places, values, strict=True)).get, self._others)
+
+    def _after(self, *kept: Values) -> tuple[list[Any], Any]:
         program = self._cut.program
         env = dict(zip(program.inputs[: len(program.consts)], program.consts, strict=True))
         for keys, values in zip(self._keys, kept, strict=True):
             env |= {v: values[name] for v, name in keys.items()}
-        _run(self._cut, env, 1)
-        _run(self._cut, env, 2)
-        return values_of(env, self._results), values_of(env, [program.outputs[k] for k in self.late])
+        _run(self._cut.update, env)
+        _run(self._cut.after, env)
+        return values_of(env, self._results), self._aux(env, self._late)
 
     def _current(self, own: Values, produced: Values, given: Values, place: int, attribute: str | None) -> Any:
-        leaves = map(constrained, self._after(own, produced, given)[0], self._places)
-        result = jax.tree.unflatten(self._treedef, leaves)[place]
+        leaves = map(constrained, self._after(own, produced, given)[0], self.types.places)
+        result = jax.tree.unflatten(self.types.tree, leaves)[place]
         return result if attribute is None else getattr(result, attribute)
 
 
 def _abstract(x: Any) -> Any:
-    sharding, weak = getattr(x, "sharding", None), getattr(x, "weak_type", False)
-    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding, weak_type=weak)
+    """The type of a carried value in a trace, with its memory, although a tracer tells no sharding."""
+    aval, sharding, weak = jax.typeof(x), sharding_of(x), getattr(x, "weak_type", False)
+    if on_host(x) or isinstance(x, HostStruct):
+        return HostStruct(aval.shape, aval.dtype, sharding=sharding, weak_type=weak)
+    return abstract(aval.shape, aval.dtype, sharding, weak)
 
 
-def _place(x: Any) -> NamedSharding | None:
-    """The sharding of a carried value's next value: its own, or the next call would be another program.
-
-    With Auto axes XLA may leave new parameters divided as the state that they were made with (ZeRO-1).
-    """
-    place = getattr(x, "sharding", None)
-    return place if isinstance(place, NamedSharding) and place.num_devices > 1 else None
-
-
-def _model_in_update(cut: Cut, own: Mapping[Var, str], given: Sequence[Var]) -> str:
-    """Why the part of a step with its updates runs the model: it multiplies matrices, and with arrays that are made of
-    the batch alone. Empty where it does not.
+def _model_in_update(cut: Cut, own: Sequence[Var], given: Sequence[Var]) -> Equation | None:
+    """Return an equation of the updates' part that runs the model, if there is one: it multiplies matrices, with arrays
+    that are made of the batch alone.
 
     Args:
       cut: the step.
-      own: its carried leaves -> the argument that each belongs to.
+      own: its carried leaves.
       given: its other arguments.
     """
     batch, others = {*given}, {*own}
@@ -238,56 +227,33 @@ def _model_in_update(cut: Cut, own: Mapping[Var, str], given: Sequence[Var]) -> 
     found = {v for v in cut.update.inputs if v in batch and v.aval.ndim}
     for eqn in cut.update.jaxpr.eqns:
         if not found.isdisjoint(variables(eqn.invars)):
-            if holds_update(eqn) and _multiplies(eqn, in_updates=False):
-                name = _WORDS.get(eqn.primitive.name, f"a {eqn.primitive.name}")
-                return (
-                    f"its update runs in {name} together with the passes through the model, and is not cut there; "
-                    "call the update outside of it, or use jax_offload.jit"
-                )
             if _multiplies(eqn):
-                return _LINE_SEARCH if holds_update(eqn) else _between_updates(cut.update.jaxpr.eqns, eqn, own)
+                return eqn
             found.update(eqn.outvars)
-    return ""
+    return None
 
 
-_LINE_SEARCH = (
-    "its update calls the loss again, as a line search does, and would need the batch after its turn; use "
-    "jax_offload.jit"
+_MODEL = (
+    "its update runs the model again, in a line search, for gradients that are taken after another update, or in one "
+    "loop, branch or jax.checkpoint with the first passes"
+)
+_TAKE_FIRST = (
+    "pipelined runs all updates of a step together, in the next call, where this batch is gone. Fix: take all "
+    "gradients before the first update, and outside of what holds it; or jax_offload.jit, which runs the step as "
+    "written."
 )
 
 
-def _between_updates(eqns: Sequence[Equation], model: Equation, own: Mapping[Var, str]) -> str:
-    """Why a step is not turned round whose ``model`` runs on what one update makes, for the gradients of another."""
-    (ahead, _), behind = needed_for(eqns, variables(model.invars)), made_of(eqns, lambda eqn: eqn is model)
-    after = [eqn for eqn in eqns if not behind.isdisjoint(variables(eqn.invars))]
-
-    def owner(eqns: Sequence[Equation]) -> str:
-        reads = (v for eqn in eqns if holds_update(eqn) for v in variables(eqn.invars) if v in own)
-        return " and ".join(dict.fromkeys(repr(own[v]) for v in sorted(reads, key=lambda v: not is_host_aval(v.aval))))
-
-    return (
-        f"the gradients for the update of {owner(after)} are taken after the update of {owner(ahead)}, at the values "
-        "that it makes, as for two networks in turn; pipelined runs all updates of a step together, in the next call, "
-        "where this batch is gone. Fix: take all gradients before the first update; or jax_offload.jit, which runs the "
-        "step as written"
-    )
-
-
-_WORDS = {"scan": "a lax.scan", "while": "a lax.while_loop", "cond": "a lax.cond", "shard_map": "a jax.shard_map"}
-_WORDS |= dict.fromkeys(CHECKPOINT, "a jax.checkpoint")
-
-
-def _multiplies(eqn: Equation, *, in_updates: bool = True) -> bool:
+def _multiplies(eqn: Equation) -> bool:
     def multiplies(each: Equation) -> bool:
-        inside = is_update(each) and in_updates and any(map(_multiplies, each.params["update"].program.eqns))
+        inside = is_update(each) and any(map(_multiplies, each.params["update"].program.eqns))
         return inside or each.primitive.name in MATMULS
 
     return holds(eqn, multiplies)
 
 
-def _run(cut: Cut, env: dict[Var, Any], part: int) -> None:
-    s = cut.parts[part]
-    env.update(zip(s.outputs, s.run(*(env[v] for v in s.inputs)), strict=True))
+def _run(part: Any, env: dict[Var, Any]) -> None:
+    env.update(zip(part.outputs, part.run(*(env[v] for v in part.inputs)), strict=True))
 
 
 class Aux(NamedTuple):
@@ -339,56 +305,41 @@ def matched(carried: Mapping[str, Any], result: Any, origins: Origins) -> tuple[
 
     A result is one of several if they are returned as a tuple or list, or as a dict or named tuple whose keys include
     the names of all that is carried. These names decide. Else the next value of an argument is the only result of its
-    tree, shapes and dtypes. Of several, it is the one that the step's update makes of this argument and of no other
-    that is like it; where all but one are known by that, the last one belongs to the last argument.
+    type. Several results of one type are told apart by their origins: the next value is made by an update, and of
+    no other carried argument of that type; or it is the last result for the last argument.
 
     Raises:
       ValueError: an argument has no next value among the results, or it is not certain which one that is.
     """
     types = {name: types_of(x) for name, x in carried.items()}
-    leaves, treedef = jax.tree.flatten(result)
-    numbered = jax.tree.unflatten(treedef, map(Number, range(len(leaves))))
-    if types_of(result) not in types.values() and (named := _by_name(result, numbered)).keys() >= carried.keys():
-        for name, (x, _) in named.items():
-            if name in types and types_of(x) != types[name]:
+    children = tree_flatten_with_path(result, is_leaf=lambda x: x is not result)[0]
+    names = [keystr(path, simple=True) for path, _ in children]
+    alone, named = types_of(result) in types.values(), {*names} >= carried.keys()
+    results = [x for _, x in children] if not alone and (named or type(result) in (tuple, list)) else [result]
+    ends = [0, *itertools.accumulate(len(jax.tree.leaves(x)) for x in results)]
+    numbers = [range(*each) for each in itertools.pairwise(ends)]
+    place_of: dict[str, int] = {}
+    for name, want in types.items():
+        if named and not alone:
+            place_of[name] = names.index(name)
+            if types_of(results[place_of[name]]) != want:
                 raise ValueError(
                     f"step: its result {name!r} differs from the carried argument in tree, shapes or dtypes."
                 )
-        places = [leaf.number for name in carried for leaf in jax.tree.leaves(named[name][1])]
-        return places, _plain({name: numbers for name, (_, numbers) in named.items() if name not in carried})
-    several = type(result) in (tuple, list) and types_of(result) not in types.values()
-    results = list(zip(result, numbered, strict=True)) if several else [(result, numbered)]
-    kinds = [types_of(x) for x, _ in results]
-    place_of: dict[str, int] = {}
-    for name, want in types.items():
-        if name not in place_of:
+        elif name not in place_of:
             alike = [other for other, each in types.items() if each == want]
-            place_of |= _told_apart(alike, {k: results[k][1] for k, each in enumerate(kinds) if each == want}, origins)
-    places = [leaf.number for name in carried for leaf in jax.tree.leaves(results[place_of[name]][1])]
-    others = tuple(numbers for k, (_, numbers) in enumerate(results) if k not in place_of.values())
-    return places, _plain(others[0] if len(others) == 1 else others)
+            place_of |= _told_apart(
+                alike, {k: numbers[k] for k, x in enumerate(results) if types_of(x) == want}, origins
+            )
+    places = [n for name in carried for n in numbers[place_of[name]]]
+    left = {k: jax.tree.unflatten(jax.tree.structure(x), numbers[k]) for k, x in enumerate(results)}
+    left = {k: x for k, x in left.items() if k not in place_of.values()}
+    if named and not alone:
+        return places, {names[k]: x for k, x in left.items()}
+    return places, next(iter(left.values())) if len(left) == 1 else tuple(left.values())
 
 
-@dataclasses.dataclass(frozen=True)
-class Number:
-    """Stands for a leaf of a result: its number. A plain number would be the version of a leaf on disk."""
-
-    number: int
-
-
-def _plain(numbered: Any) -> Any:
-    return jax.tree.map(lambda leaf: leaf.number, numbered)
-
-
-def _by_name(result: Any, numbered: Any) -> dict[str, tuple[Any, Any]]:
-    """The results of a step by the names that it gives them, each with the numbers of its leaves."""
-    if isinstance(result, Mapping):
-        return {str(name): (x, numbered[name]) for name, x in result.items()}  # pyright: ignore[reportUnknownVariableType, reportUnknownArgumentType]
-    fields = getattr(result, "_fields", ())
-    return {name: (getattr(result, name), getattr(numbered, name)) for name in fields}
-
-
-def _told_apart(names: Sequence[str], results: Mapping[int, Any], origins: Origins) -> dict[str, int]:
+def _told_apart(names: Sequence[str], results: Mapping[int, range], origins: Origins) -> dict[str, int]:
     """The result that is the next value of each of some carried arguments that are alike.
 
     Args:
@@ -401,20 +352,17 @@ def _told_apart(names: Sequence[str], results: Mapping[int, Any], origins: Origi
             f"step: {len(results) or 'no'} result{'s have' if len(results) > 1 else ' has'} the tree, shapes and "
             f"dtypes of the carried argument{'s' * (len(names) > 1)} {what}; return the next value of each."
         )
-    left, found = dict(results), dict[str, int]()
+    left, found = {*results}, dict[str, int]()
     if len(results) > 1:
         bits = {name: UPDATED << (k + 1) for k, name in enumerate(names)}
         made, any_of_them = origins(bits), union(bits.values())
+        masks = {k: [made[n] for n in numbers] for k, numbers in results.items()}
         for name, bit in bits.items():
-            masks = {k: [made[leaf.number] for leaf in jax.tree.leaves(numbers)] for k, numbers in results.items()}
-            own = [
-                k
-                for k, each in masks.items()
-                if union(each) & any_of_them == bit and any(mask & UPDATED and mask & bit for mask in each)
-            ]
+            continued = {k: any(mask & UPDATED and mask & bit for mask in each) for k, each in masks.items()}
+            own = [k for k, each in masks.items() if continued[k] and union(each) & any_of_them == bit]
             if len(own) == 1:
                 found[name] = own[0]
-                del left[own[0]]
+                left -= {*own}
     unknown = [name for name in names if name not in found]
     if len(unknown) == len(left) == 1:
         return found | {unknown[0]: next(iter(left))}
@@ -434,11 +382,6 @@ def types_of(tree: Any) -> Any:
 
 def array_of(x: Any) -> Any:
     return x if hasattr(x, "dtype") else jnp.asarray(x)
-
-
-def is_traced(x: Any) -> bool:
-    """Whether ``jit`` would trace ``x``: arrays and numbers."""
-    return is_array(x) or isinstance(x, jax.ShapeDtypeStruct | bool | int | float | complex)
 
 
 def names_of(tree: Mapping[str, Any]) -> list[str]:

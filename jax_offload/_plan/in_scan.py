@@ -208,7 +208,7 @@ class InScan:
         only loaded takes all of the iteration.
         """
         body = flat((self.nest.inner if self.nest else self.scan).body, opens=lambda _: True)
-        if not self.stored:
+        if not self.moves:
             found = phases(body, [1])
             assert found is not None  # of one there always is
             return [self.hosts], found

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 import re
 import textwrap
@@ -111,10 +110,6 @@ class Placement:
             ],
         }
 
-    def to_json(self) -> str:
-        """Return ``to_dict()`` as a line of JSON."""
-        return json.dumps(self.to_dict())
-
     def __repr__(self) -> str:
         return (
             f"Placement({len(self.leaves)} leaves: {_mib(self.host_bytes)} MiB in {_memory.HOST_KIND}, "
@@ -196,8 +191,7 @@ def of_transformation(tx: Any, params: Any, **extra_args: Any) -> tuple[Placemen
 
     with described(params):
         trace, unknown = trace_of(update, state, params, extra_args)
-    found = [] if trace is None else updates_in(trace)
-    return _table([leaf for leaf, _, _ in placed], state, trace, found, unknown, of_step=False), found
+    return _table([leaf for leaf, _, _ in placed], state, trace, unknown, of_step=False)
 
 
 def _of_step(step: Any, args: Any, kwargs: Any) -> Placement:
@@ -212,8 +206,7 @@ def _of_step(step: Any, args: Any, kwargs: Any) -> Placement:
         trace, unknown = trace_of(call, args, kwargs)
     flat = jax.tree_util.tree_flatten_with_path((args, kwargs), is_leaf=is_on_disk)[0]
     rows = [_argument(_name(path, bound), x) for path, x in flat]
-    found = [] if trace is None else updates_in(trace)
-    return _table(rows, jax.tree.leaves((args, kwargs)), trace, found, unknown, of_step=True)
+    return _table(rows, jax.tree.leaves((args, kwargs)), trace, unknown, of_step=True)[0]
 
 
 def _name(path: tuple[Any, ...], bound: int) -> str:
@@ -245,17 +238,17 @@ def _spec(sharding: Any) -> str:
 
 
 def _table(
-    rows: Sequence[Leaf], leaves: Sequence[Any], trace: Any, found: Sequence[Found], unknown: str, *, of_step: bool
-) -> Placement:
-    """Make the table of a traced function.
+    rows: Sequence[Leaf], leaves: Sequence[Any], trace: Any, unknown: str, *, of_step: bool
+) -> tuple[Placement, list[Found]]:
+    """Return the table of a traced function, and the updates in it.
 
     Args:
       rows: a row for each of ``leaves``.
       leaves: the first leaves of the function's arguments.
       trace: its closed jaxpr; ``None`` if it cannot be traced, for the reason ``unknown``.
-      found: the updates in it.
       of_step: whether it is a step, and not the update of a transformation.
     """
+    found = [] if trace is None else updates_in(trace)
     updates = [each.update for each in found if isinstance(each.update, Update)]
     arguments = iter(() if trace is None else trace.jaxpr.invars)
     of_row: list[Var | None] = [next(arguments, None) if is_traced(x) else None for x in leaves]
@@ -281,16 +274,17 @@ def _table(
                     windows[id(p.window)] = dataclasses.replace(window, nbytes=p.bytes_at_once)
     table = Placement(tuple(shown), unknown, tuple(windows.values()), guessed=guessed(updates, of_step=of_step))
     if not of_step:
-        return table
+        return table, found
     away = trace is not None and any(row.host or row.disk for row in rows)
     passes = [each for update in updates for each in update.passes]
-    return dataclasses.replace(
+    table = dataclasses.replace(
         table,
         leaves=tuple(leaf for leaf in shown if leaf.host or leaf.disk or leaf.streams),
         stays=tuple(dict.fromkeys(why for u in updates for why in u.stays)) if found or not away else (_NO_UPDATE,),
         elsewhere=tuple(f"{how}; {n} of these" if n > 1 else how for how, n in elsewhere.items()),
         in_turn=tuple(dict.fromkeys(each.in_turn for each in passes if each.in_turn)),
     )
+    return table, found
 
 
 def _ways(each: Found) -> Iterator[str]:

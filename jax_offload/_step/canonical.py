@@ -6,7 +6,7 @@
 - A scan over layers that the step itself has stacked becomes the layers one after the other.
 - Two scans over the same layers, of which none needs the other, become one scan.
 - An update of gradients that a ``shard_map`` makes moves into it.
-- An update in a branch becomes one that always runs, and chooses between the old values and the new ones.
+- Updates in a branch become one that always runs, and chooses between the results of all branches.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jax_offload._base.barriers import together
 from jax_offload._base.jaxprs import (
     REFERENCES,
     Atom,
@@ -35,7 +34,6 @@ from jax_offload._base.jaxprs import (
     holds,
     jax_fun,
     jaxpr_of,
-    renamed,
     run_equation,
     scan_of,
     sharded_like,
@@ -64,7 +62,7 @@ from jax_offload._ir.program import (
 )
 from jax_offload._ir.propagate import needed_for
 from jax_offload._ir.slices import Slice, slice_of
-from jax_offload._step.inlined import consisting_of, equation_of, localised, with_program
+from jax_offload._step.inlined import consisting_of, equation_of, joined, localised, with_program
 
 _MOST_UNROLLED = 256
 
@@ -194,6 +192,8 @@ def always_updating(program: Program) -> Program:
 
     An update that continues from another update's state stays in its branch.
     """
+    if not any(eqn.primitive.name == "cond" and holds_update(eqn) for eqn in program.eqns):
+        return program
     inputs = {*program.inputs}
 
     def rule(new: Builder, eqn: Equation, operands: list[Atom]) -> Sequence[Atom] | None:
@@ -204,57 +204,34 @@ def always_updating(program: Program) -> Program:
 
 
 def _unbranched(new: Builder, eqn: Equation, operands: list[Atom]) -> Sequence[Atom] | None:
-    """Run the updates in a ``cond`` outside of it, and return its results; ``None`` for any other equation."""
+    """Run all branches of a ``cond`` that holds updates as one update; ``None`` for any other equation."""
     if eqn.primitive.name != "cond" or eqn.effects or not holds_update(eqn):
         return None
     branches = [rebuilt(flat(branch), _unbranched) for branch in branches_of(eqn)]
     if not all(is_update(each) or is_cheap(each) for branch in branches for each in branch.eqns):
         return None
     which, *given = operands
-    inside = [Builder().inside(branch, given) for branch in branches]
-    eqns = [each for own, branch in zip(inside, branches, strict=True) for each in own.copy(*branch.eqns)]
-    cases = list(zip(*(own.read(branch.outputs) for own, branch in zip(inside, branches, strict=True)), strict=True))
-    read = {v for each in eqns for v in variables(each.invars)}
-    unknown = {v for each in eqns for v in each.outvars}
-    found = dict[int, Atom]()
-    for each in eqns:
-        made = {*each.outvars}
-        if is_update(each):
-            own = {k: xs for k, xs in enumerate(cases) if _is_only_made_by(each, xs, unknown)}
-            others = {v for k, xs in enumerate(cases) if k not in own for v in variables(xs)}
-            each, chosen = _choosing(each, which, own, read | others)
-            found |= chosen
-        unknown -= made
-        new.eqns.append(each)
-    return [found[k] if k in found else choice(new, which, xs) for k, xs in enumerate(cases)]
-
-
-def _is_only_made_by(eqn: Equation, xs: Sequence[Atom], unknown: Set[Var]) -> bool:
-    """Whether an equation makes exactly one of some values, and the others are known before it runs."""
-    return [v in eqn.outvars for v in variables(xs) if v in unknown] == [True]
-
-
-def _choosing(
-    eqn: Equation, which: Atom, cases: Mapping[int, Sequence[Atom]], read: Set[Var]
-) -> tuple[Equation, dict[int, Atom]]:
-    """Let an update choose between its results and other values; return its equation, and the result of each choice.
-
-    ``read``: the update's results that another equation reads.
-    """
-    update = localised(eqn)
-    inner = Builder([*update.program.eqns])
-    chosen = [choice(inner, which, xs) for xs in cases.values()]
-    made = [next(v for v in variables(xs) if v in eqn.outvars) for xs in cases.values()]
-    kept = [v for v in eqn.outvars if v in read]
-    program = without_round_trips(dataclasses.replace(update.program, eqns=inner.eqns, outputs=[*kept, *chosen]))
-    results = variables(program.outputs)[len(kept) :]
-    olds, names = update.next_values, update.names
+    all_eqns, updates, results, like = Builder(), list[Update](), list[list[Atom]](), eqn
+    for branch in branches:
+        inside = all_eqns.inside(branch, given)
+        for each in branch.eqns:
+            inside.copy(each)
+            if is_update(each):
+                updates.append(localised(like := all_eqns.eqns.pop()))
+                all_eqns.eqns += updates[-1].program.eqns
+        results.append(inside.read(branch.outputs))
+    outputs = [choice(all_eqns, which, xs) for xs in zip(*results, strict=True)]
+    own = without_round_trips(Program([], outputs, all_eqns.eqns, [], branches[0].debug_info))
+    update = joined(updates)
+    olds, names, defined = update.next_values, update.names, {v for each in own.eqns for v in each.outvars}
+    chosen = [(v, x) for v, *xs in zip(own.outputs, *results, strict=True) if v in defined for x in variables(xs)]
     update = dataclasses.replace(
-        consisting_of(update, program.eqns, {*kept, *results}),
-        next_values={**olds, **{new: olds[v] for new, v in zip(results, made, strict=True) if v in olds}},
-        names={**names, **{new: names[v] for new, v in zip(results, made, strict=True) if v in names}},
+        consisting_of(update, own.eqns, {*variables(own.outputs)}),
+        next_values={**olds, **{v: olds[x] for v, x in chosen if x in olds}},
+        names={**names, **{v: names[x] for v, x in chosen if x in names}},
     )
-    return equation_of(update, eqn), dict(zip(cases, results, strict=True))
+    new.eqns.append(equation_of(update, like))
+    return own.outputs
 
 
 # Layers by their numbers -------------------------------------------------------------------------------------------
@@ -488,49 +465,37 @@ def _without_loads(body: Program, on_device: Mapping[Var, Var]) -> Builder | Non
 
 def _unrolled(program: Program) -> Program:
     """Unroll the scans over stacks of parameters. Scans over stacks of batches stay."""
-    layers, of_layers = _layers(program), set[Var]()
+    layers, stacks = _layers(program), set[Var]()
     for eqn in program.eqns:
         if eqn.primitive.name == "stack" and eqn.params["axis"] == 0 and len(eqn.invars) <= _MOST_UNROLLED:
-            of_layers.update(eqn.outvars if all(isinstance(v, Var) and v in layers for v in eqn.invars) else ())
-    if not any(
-        eqn.primitive.name == "scan" and not of_layers.isdisjoint(variables(eqn.invars)) for eqn in program.eqns
-    ):
+            stacks.update(eqn.outvars if all(isinstance(v, Var) and v in layers for v in eqn.invars) else ())
+    if not any(eqn.primitive.name == "scan" and not stacks.isdisjoint(variables(eqn.invars)) for eqn in program.eqns):
         return program
-    rows: dict[Var, list[Atom]] = {}  # a stack that need not exist -> its rows
-    new = Builder()
+    rows: dict[Atom, list[Atom]] = {}  # a stack -> its rows, which are read instead
 
-    def whole(v: Atom) -> Atom:
-        """The variable, or literal, itself: a stack whose rows are known is made."""
-        if not isinstance(v, Literal) and v in rows and v not in new.names:
-            (new.names[v],) = new.run(lambda *xs: jnp.stack(xs), *rows[v])
-        return renamed(new.names, v)
-
-    def row(v: Atom, k: int) -> Atom:
-        if not isinstance(v, Literal) and v in rows:
-            return rows[v][k]
-        return new.run(lambda x: x[k], whole(v))[0]
-
-    for eqn in program.eqns:
-        stacks = [v for v in variables(eqn.invars) if v in rows]
+    def rule(new: Builder, eqn: Equation, operands: list[Atom]) -> Sequence[Atom] | None:
+        if not stacks.isdisjoint(eqn.outvars):
+            rows[eqn.outvars[0]] = operands
+        if eqn.primitive.name == "unstack" and eqn.params["axis"] == 0 and rows_of(operands[0]):
+            return rows[operands[0]]
         scan = scan_of(eqn)
-        if eqn.outvars and eqn.outvars[0] in of_layers:
-            rows[eqn.outvars[0]] = new.read(eqn.invars)
-        elif scan is not None and any(v in rows for v in variables(scan.xs)):
-            body, m = flat(scan.body), len(scan.init)
-            consts, carry = [whole(v) for v in scan.consts], [whole(v) for v in scan.init]
-            ys: list[list[Atom]] = [[] for _ in scan.ys]
-            for k in reversed(range(scan.length)) if scan.reverse else range(scan.length):
-                results = new.call(body, [*consts, *carry, *(row(x, k) for x in scan.xs)])
-                carry = results[:m]
-                for own, y in zip(ys, results[m:], strict=True):
-                    own.append(y)
-            new.names.update(zip(scan.carry, carry, strict=True))
-            rows.update((y, own[::-1] if scan.reverse else own) for y, own in zip(scan.ys, ys, strict=True))
-        elif eqn.primitive.name == "unstack" and stacks and eqn.params["axis"] == 0:
-            new.names.update(zip(eqn.outvars, rows[stacks[0]], strict=True))
-        else:
-            new.eqns.append(eqn.replace(invars=[whole(v) for v in eqn.invars]))
-    return dataclasses.replace(program, eqns=new.eqns, outputs=[whole(v) for v in program.outputs])
+        if scan is None or not any(map(rows_of, (parted := scan.parted(operands))[2])):
+            return None
+        body, (consts, carry, xs), ys = flat(scan.body), parted, list[list[Atom]]()
+        for k in range(scan.length)[:: -1 if scan.reverse else 1]:
+            each = (rows_of(x)[k] if rows_of(x) else new.run(lambda x, k=k: x[k], x)[0] for x in xs)
+            results = new.call(body, [*consts, *carry, *each])
+            carry, y = results[: len(carry)], results[len(carry) :]
+            ys.append(y)
+        for y in zip(*ys[:: -1 if scan.reverse else 1], strict=True):
+            carry += new.run(lambda *xs: jnp.stack(xs), *y)
+            rows[carry[-1]] = list(y)
+        return carry
+
+    def rows_of(x: Atom) -> list[Atom]:
+        return [] if isinstance(x, Literal) else rows.get(x, [])
+
+    return rebuilt(program, rule)
 
 
 def _layers(program: Program) -> dict[Var, Var]:
@@ -597,61 +562,3 @@ def _both(program: Program, at: int, after: int) -> Program | None:
         if eqn is not eqns[after] and id(eqn) not in moved:
             new.put(eqn)
     return dataclasses.replace(program, eqns=new.eqns, outputs=new.read(program.outputs))
-
-
-# One iteration by itself: the microbatch whose pass can host the update ----------------------------------------------
-#
-# This is the last one, whose backward pass completes the sum of all gradients, or the first one, whose forward pass is
-# the first to read new parameters.
-
-
-def why_not_peeled(program: Program, at: int) -> str:
-    """Why no iteration of equation ``at`` of ``program``, a scan, can run by itself; empty if one can."""
-    eqn = program.eqns[at]
-    scan = scan_of(eqn)
-    if scan is None or not scan.length:
-        return "it has no iterations"
-    if eqn.effects:
-        return "it has effects, such as a callback, whose order would change; call back after the scan"
-    if any(is_host_aval(v.aval) for v in (*scan.xs, *scan.ys)):
-        return "it reads or makes rows in host memory, which would be copied there; load them before the scan"
-    return ""
-
-
-def peeled(program: Program, at: int, *, first: bool = False) -> Program:
-    """Take the last iteration, or the first, out of equation ``at`` of ``program``, a scan, and inline it."""
-    eqn = program.eqns[at]
-    scan = scan_of(eqn)
-    assert scan is not None  # else there is a reason
-    body = jax_fun(scan.body)
-    in_front = first != scan.reverse  # which row the iteration has
-    others, apart = (slice(1, None), 0) if in_front else (slice(-1), -1)
-
-    def run(*operands: Any) -> list[Any]:
-        consts, init, xs = scan.parted(operands)
-
-        def one(carry: list[Any], x: list[Any]) -> tuple[list[Any], list[Any]]:
-            produced = body(*consts, *carry, *x)
-            return produced[: len(init)], produced[len(init) :]
-
-        # Rows are taken by number, because slices of the batches would be copies.
-        def at(*args: Any) -> list[Any]:
-            *given, k = args
-            return body(*given, *(jax.lax.dynamic_index_in_dim(x, k, keepdims=False) for x in xs))
-
-        mine = [x[apart] for x in xs]
-        if scan.length == 1:
-            carry, y = one(init, mine)
-            return [*carry, *(row[None] for row in y)]
-        y: list[Any] = []
-        if first:
-            init, y = one(init, mine)
-        numbers = np.arange(scan.length, dtype=np.int32)[others]
-        carry, ys = scan.run(at, consts, init, [numbers], scan.length - 1)
-        if not first:
-            # It waits for the others: its pass needs nothing from them, and would keep its activations beside theirs.
-            carry, y = one(*together((carry, mine)))
-        pairs = ([row[None], rows] if in_front else [rows, row[None]] for rows, row in zip(ys, y, strict=True))
-        return [*carry, *map(jnp.concatenate, pairs)]
-
-    return replaced(program, at, traced_for(eqn, run))

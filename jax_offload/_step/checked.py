@@ -1,4 +1,4 @@
-"""Check a rewritten step before it runs.
+"""Check a step, as it is written and as it is rewritten.
 
 A policy decides what runs where. If it leaves out an operand, or frees a buffer too early, the step that was written
 runs instead: a fault costs time, and never a crash or a number.
@@ -8,12 +8,70 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
-from jax_offload._base.jaxprs import Atom, Equation, Var, inner_of, variables
+from jax_offload._base.jaxprs import Atom, Var, variables
 from jax_offload._base.memory import is_host_aval
-from jax_offload._emit.find import is_update
+from jax_offload._emit.find import holds_update, is_update
+from jax_offload._emit.region import Update
 from jax_offload._ir.program import Program
-from jax_offload._ir.propagate import Node
+from jax_offload._ir.propagate import Node, made_of, needed_for
+from jax_offload._plan.transfers import same_type
+from jax_offload._step.cut import unguarded
+
+# ---- as it is written: an update whose results it does not return, which is most likely a mistake
+
+
+class Unreturned(NamedTuple):
+    """The results of an update that a step does not return.
+
+    Attributes:
+      why: the reason in words.
+      meant: whether that may be intended: the step returns numbers made of the update, and everything else unchanged.
+    """
+
+    why: str
+    meant: bool = False
+
+
+def unreturned(program: Program) -> Unreturned | None:
+    """The results of its updates that a step does not return; ``None`` if it has no updates, or returns all results.
+
+    A state that is returned neither old nor new is not missed, because a step that inspects an update does that.
+    """
+    if not any(map(holds_update, program.eqns)):
+        return None
+    program = unguarded(program)
+    outputs = {*variables(program.outputs)}
+    results = made_of(program.eqns, holds_update) & outputs
+    if not results:
+        return Unreturned("nothing that the step returns is made by its update")
+    handed_on = outputs & {*program.inputs}
+    if not handed_on:
+        return None
+    _, used = needed_for(program.eqns, outputs)
+    for eqn in filter(is_update, program.eqns):
+        update: Update = eqn.params["update"]
+        given = dict(zip(update.operands, eqn.invars, strict=True))
+        made = [(x, v) for x, v in zip(update.program.outputs, eqn.outvars, strict=True) if isinstance(x, Var)]
+        on_host = {x: v for x, v in made if x in update.names and is_host_aval(v.aval)}
+        olds = {x: given.get(old) for x, old in update.next_values.items()}
+        stale = [update.names[x] for x, v in on_host.items() if olds.get(x) in handed_on and v not in used]
+        if stale and not any(v.aval.shape for v in results):
+            return Unreturned("the step returns its state as it was, and of its update only numbers", meant=True)
+        if stale:
+            what = stale[0] + (f" and {len(stale) - 1} more" if stale[1:] else "")
+            return Unreturned(
+                f"the step returns {what} of the state as before the update, and not what that made of it"
+            )
+        others = [v for x, v in made if x not in update.names and v.aval.shape]  # updates, or new parameters
+        as_it_was = others and all(any(same_type(v.aval, x.aval) for x in handed_on) for v in others)
+        if as_it_was and used.isdisjoint(others) and not used.isdisjoint(on_host.values()):
+            return Unreturned("the step returns the new state, and the parameters as they were")
+    return None
+
+
+# ---- as it is rewritten
 
 
 class CannotRewrite(Exception):
@@ -43,7 +101,7 @@ def check_order(parts: Sequence[Node], given: Iterable[Var], results: Iterable[V
 
 
 def check_program(program: Program) -> None:
-    """Check the order of a program's equations, and that types and memory agree with what a branch or an update takes.
+    """Check the order of a program's equations, and that types and memory agree with what an update takes.
 
     Raises:
       CannotRewrite: an operand is missing, a value is made twice, or two types differ.
@@ -53,27 +111,22 @@ def check_program(program: Program) -> None:
     made = [*program.inputs, *(v for eqn in program.eqns for v in eqn.outvars)]
     if len({*made}) < len(made):
         raise CannotRewrite("two equations make one value")
-    for eqn in program.eqns:
-        _check_calls(eqn)
-
-
-def _check_calls(eqn: Equation) -> None:
-    if is_update(eqn):
+    for eqn in filter(is_update, program.eqns):
         own: Program = eqn.params["update"].program
-        _check_types("an update", [*eqn.invars, *own.outputs], [*own.inputs[len(own.consts) :], *eqn.outvars])
+        _check_types([*eqn.invars, *own.outputs], [*own.inputs[len(own.consts) :], *eqn.outvars])
         check_program(own)
-    for inner in inner_of(eqn):
-        if eqn.primitive.name == "cond":  # a loop slices its operands, and stacks its results
-            jaxpr = inner.jaxpr
-            _check_types("a branch", [*eqn.invars[1:], *jaxpr.outvars], [*jaxpr.invars, *eqn.outvars])
-        for each in inner.jaxpr.eqns:
-            _check_calls(each)
 
 
-def _check_types(what: str, have: Sequence[Atom], want: Sequence[Atom]) -> None:
+def _check_types(have: Sequence[Atom], want: Sequence[Atom]) -> None:
     for x, v in zip(have, want, strict=True):
-        if (x.aval.shape, x.aval.dtype, is_host_aval(x.aval)) != (v.aval.shape, v.aval.dtype, is_host_aval(v.aval)):
-            raise CannotRewrite(f"{what} has {x.aval} in place of {v.aval}")
+        if not same_memory(x, v):
+            raise CannotRewrite(f"an update has {x.aval} in place of {v.aval}")
+
+
+def same_memory(x: Atom, v: Atom) -> bool:
+    """Whether two values have one type, and are in one memory."""
+    a, b = x.aval, v.aval
+    return (a.shape, a.dtype, is_host_aval(a)) == (b.shape, b.dtype, is_host_aval(b))
 
 
 def tell(what: str, fault: Exception) -> str:

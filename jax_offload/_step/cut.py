@@ -7,8 +7,9 @@ forward pass, on the host, or in groups whose state comes from files.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 
+from jax_offload._base.arrays import nbytes
 from jax_offload._base.donation import is_guard
 from jax_offload._base.jaxprs import Equation, ordered, variables
 from jax_offload._base.on_disk import READ
@@ -77,7 +78,8 @@ def cut_step(program: Program) -> Cut:
 
 def unguarded(program: Program) -> Program:
     """The program without its donation guards, because whoever jits its parts adds guards again."""
-    return rebuilt(program, lambda _, eqn, ins: ins if is_guard(eqn) else None)
+    guards = any(map(is_guard, program.eqns))
+    return rebuilt(program, lambda _, eqn, ins: ins if is_guard(eqn) else None) if guards else program
 
 
 def _constants_where_used(program: Program, places: Sequence[int]) -> list[int]:
@@ -93,3 +95,29 @@ def _constants_where_used(program: Program, places: Sequence[int]) -> list[int]:
         for v in variables(eqn.invars):
             first[v] = min(first.get(v, found[k]), found[k])
     return found
+
+
+# Operands may be a little larger than the value that is computed from them again (a softmax from its exponentials and
+# their sums), because their own operands may be smaller (scores in bfloat16).
+SLACK = 1.05
+
+
+def computed_again(wanted: Set[Var], free: Set[Var], eqns: Sequence[Equation]) -> tuple[list[Equation], set[Var]]:
+    """Return the equations that are repeated where values are read, and the values that must get there for them.
+
+    Going backwards, each value gives way to its operands if they are no larger. The last arithmetic on a gradient (a
+    scale, a cast to more bytes) then follows the gradient.
+
+    Args:
+      wanted: the values that are read.
+      free: the values that are there anyway.
+      eqns: the cheap equations among the ones that make the values.
+    """
+    need, again = {*wanted} - free, list[Equation]()
+    for eqn in reversed(eqns):
+        if len(eqn.outvars) == 1 and (v := eqn.outvars[0]) in need and v.aval.shape and not eqn.effects:
+            more = {*variables(eqn.invars)} - free - need
+            if sum(nbytes(x.aval) for x in more if x.aval.shape) <= SLACK * nbytes(v.aval):
+                need = (need - {v}) | more
+                again.append(eqn)
+    return again[::-1], need

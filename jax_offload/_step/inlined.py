@@ -1,4 +1,4 @@
-"""Inline a step's updates, and match results with the arguments that they replace."""
+"""Inline a step's updates, so that each equation of theirs can run where its operands are made."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from jax_offload._ir.program import Builder, Program, decomposed, flat, is_load,
 from jax_offload._plan.decide import FLOPS_PER_BYTE
 from jax_offload._plan.gates import is_heavy_equation
 from jax_offload._plan.transfers import same_type
-from jax_offload._step.returned import UPDATED, origins_of
+from jax_offload._step.origins import UPDATED, origins_of
 
 T = TypeVar("T")
 
@@ -114,6 +114,25 @@ def with_program(update: Update, program: Program, names: dict[Var, Atom]) -> Up
     )
 
 
+def joined(updates: Sequence[Update]) -> Update:
+    """Return one localised update of all leaves of several. Its equations are the first one's."""
+    first, programs = updates[0], [update.program for update in updates]
+    program = dataclasses.replace(
+        first.program,
+        inputs=list(dict.fromkeys(v for each in programs for v in each.inputs)),
+        shards={v: shards for each in programs for v, shards in each.shards.items()},
+    )
+    return dataclasses.replace(
+        first,
+        program=program,
+        gradients=tuple(dict.fromkeys(v for each in updates for v in each.gradients)),
+        names={v: name for each in updates for v, name in each.names.items()},
+        next_values={v: old for each in updates for v, old in each.next_values.items()},
+        claims=[claim for each in updates for claim in each.claims],
+        rank={v: rank for each in updates for v, rank in each.rank.items()},
+    )
+
+
 def consisting_of(update: Update, eqns: Sequence[Equation], wanted: Set[Var]) -> Update:
     """Build an update from some equations that returns their ``wanted`` results."""
     recipe, defined = update.program, {v for eqn in eqns for v in eqn.outvars}
@@ -141,6 +160,7 @@ class Inlined:
       own: the equations of the updates, by identity, each with the number of its update.
       next_of: result -> the variable of the step that it is the next value of.
       waiting: the same of gradients that wait in host memory for the next step.
+      like: the equation of the first update.
     """
 
     program: Program
@@ -148,6 +168,7 @@ class Inlined:
     own: Mapping[int, int]
     next_of: Mapping[Var, Var]
     waiting: Mapping[Var, Var]
+    like: Equation
 
     @property
     def gradients(self) -> list[Var]:
@@ -167,6 +188,9 @@ class Inlined:
 
 def inlined(program: Program) -> Inlined | None:
     """Return the program with its updates inlined; ``None`` where it has none."""
+    like = next(filter(is_update, program.eqns), None)
+    if like is None:
+        return None
     eqns, updates, own = list[Equation](), list[Update](), dict[int, int]()
     next_of, shards = dict[Var, Var](), dict(program.shards)
     new, stored = Builder(eqns), dict[Atom, Atom]()  # what the step moves to the host -> the same on the device
@@ -186,7 +210,7 @@ def inlined(program: Program) -> Inlined | None:
         shards |= {v: shards[x] for v, x in pairs.items() if x in shards and v.aval.shape == x.aval.shape}
         next_of |= pairs
     step = dataclasses.replace(program, eqns=eqns, outputs=new.read(program.outputs), shards=shards)
-    return Inlined(step, tuple(updates), own, next_of, _waiting(step, next_of)) if updates else None
+    return Inlined(step, tuple(updates), own, next_of, _waiting(step, next_of), like)
 
 
 def _put(new: Builder, stored: dict[Atom, Atom], eqn: Equation, results: Set[Var]) -> bool:

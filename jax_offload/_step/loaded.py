@@ -19,7 +19,7 @@ from jax_offload._base.jaxprs import Atom, ClosedJaxpr, Literal, Var, jaxpr_of
 from jax_offload._base.memory import is_host_aval, to_host
 from jax_offload._ir.program import Builder, flat, is_load
 from jax_offload._placement.arguments import is_state
-from jax_offload._step.returned import UPDATED, origins_of
+from jax_offload._step.origins import UPDATED, origins_of
 
 
 def traced_step(

@@ -5,19 +5,26 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Iterable, Mapping, Sequence, Set
+from typing import Any
 
-from jax_offload._base.jaxprs import Equation, Var, located, scan_of, variables
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jax_offload._base.barriers import together
+from jax_offload._base.jaxprs import Equation, Var, jax_fun, located, scan_of, variables
+from jax_offload._base.memory import is_host_aval
 from jax_offload._emit.find import is_update
 from jax_offload._emit.region import Update
 from jax_offload._ir.primitives import ELEMENTWISE
-from jax_offload._ir.program import Program
+from jax_offload._ir.program import Program, replaced, traced_for
 from jax_offload._ir.propagate import Mask, Node, forward, needed, topological, union
 from jax_offload._ir.slices import Slice, slice_of
 from jax_offload._plan.gates import in_turn, interleaved
 from jax_offload._plan.hoist import MICROBATCHES, Hoist
 from jax_offload._plan.in_scan import CannotHoist, InScan
 from jax_offload._plan.plan import Gate, Planned, Whole, Window
-from jax_offload._step.canonical import canonical, peeled, why_not_peeled
+from jax_offload._step.canonical import canonical
 from jax_offload._step.inlined import Inlined, consisting_of, inlined, opened
 
 AHEAD = (
@@ -65,14 +72,16 @@ def parts_of(plain: Program) -> Parts | None:
     ways = [(at, False) for at in summing] or [(at, True) for at in _reading_updated(plain)]
     whys: list[str] = []
     for at, first in ways:
-        why = why_not_peeled(plain, at)
-        again = None if why else inlined(opened(canonical(peeled(plain, at, first=first))))
-        if again is not None:
-            decided = _decided(again, apart=True)
-            if decided.moved:
-                return decided
-            whys += decided.stays
-        whys += [why] if why else []
+        try:
+            again = inlined(opened(canonical(peeled(plain, at, first=first))))
+        except CannotHoist as stays:
+            whys.append(str(stays))
+            continue
+        assert again is not None  # the updates are still there
+        decided = _decided(again, apart=True)
+        if decided.moved:
+            return decided
+        whys += decided.stays
     why = "; ".join(dict.fromkeys(whys))  # the last microbatch does not host the update
     stays = (f"{MICROBATCHES}: {why}" if why and each.startswith(MICROBATCHES) else each for each in parts.stays)
     return dataclasses.replace(parts, stays=tuple(stays))
@@ -116,7 +125,7 @@ def _decided(found: Inlined, apart: bool = False) -> Parts:
         for at in scans:
             if at not in plans and (plan := Hoist(step.program, at, step.next_of).streaming()) is not None:
                 plans[at] = plan
-    awaited = _awaited(step, stay_behind, moved)
+    awaited = _awaited(step, stay_behind, moved) if any(stay_behind.values()) else set[int]()
     stays = [*(why for at in stay_behind if at in awaited for why in stay_behind[at]), *stay_ahead]
     parts, why = _parts(step, plans, moved)
     if why and not stays:
@@ -155,74 +164,73 @@ def _awaited(step: Inlined, scans: Iterable[int], moved: Set[int]) -> set[int]:
 
 def _parts(step: Inlined, plans: Mapping[int, InScan], moved: Set[int]) -> tuple[list[Node], str]:
     """The parts of the step in an order that respects their needs: slices, scans with updates inside, and the rest of
-    the update, in one piece or in pieces between gates; and why in one piece."""
-    order: list[Node] | None = None
-    why = ""
-    program, nodes = step.program, list[Node]()
+    each update, in one piece or in pieces between gates; and why in one piece."""
+    program, outputs, nodes = step.program, variables(step.program.outputs), list[Node]()
     for k, eqn in enumerate(program.eqns):
         if k in plans:
             nodes.append(Node(plans[k], plans[k].operands, plans[k].makes, kept=True))
         elif id(eqn) not in moved:
             nodes.append(Node(eqn, variables(eqn.invars), eqn.outvars, bool(eqn.effects)))
-    wanted = needed(nodes, variables(program.outputs))
+    wanted = sorted(needed(nodes, outputs))
     # the part of an update that a scan needs, such as a learning rate, stands before it
     ahead = needed(nodes, [v for node in nodes if isinstance(node.payload, InScan) for v in node.reads], kept=False)
-    inside: dict[int, list[int]] = {}
-    for k in sorted(wanted - ahead):
-        if (own := step.own.get(id(nodes[k].payload))) is not None:
-            inside.setdefault(own, []).append(k)
-    results = {*variables(program.outputs)}
-    read_by = {k: {*nodes[k].reads} for k in wanted}
-    left: dict[int, Update] = {}  # its place -> the rest of an update
-    for number, which in inside.items():
-        eqns = [nodes[k].payload for k in which]
-        others = results.union(*(read_by[k] for k in wanted - {*which}))
-        left[which[0]] = consisting_of(step.updates[number], eqns, others)
-    results |= set[Var]().union(*(read_by[k] for k in wanted - {k for which in inside.values() for k in which}))
-    wanted -= {k for which in inside.values() for k in which[1:]}
-    for place, rest in left.items():
-        results.update(rest.operands)
-        gated = dataclasses.replace(rest, backward=None)
-        nodes[place] = Node(gated, rest.operands, variables(rest.program.outputs))
-    if left:
-        nodes = [node if k in wanted else Node(None, [], []) for k, node in enumerate(nodes)]
-        if not plans:
-            order, why = _between_passes(step, nodes, sorted(wanted), [*left])
-            if order is None:  # nothing but the update holds the passes back
-                for place, rest in left.items():
-                    nodes[place] = dataclasses.replace(nodes[place], payload=rest)
+    grouped = dict[int, list[Node]]()  # the number of an update -> its equations; another number -> one other node
+    for k in wanted:
+        own = None if k in ahead else step.own.get(id(nodes[k].payload))
+        grouped.setdefault(~k if own is None else own, []).append(nodes[k])
+    read_by = dict[Var, set[int]]()
+    for number, group in grouped.items():
+        for v in (v for node in group for v in node.reads):
+            read_by.setdefault(v, set()).add(number)
+    read_by |= {v: {*read_by.get(v, ()), len(nodes)} for v in outputs}
+    rests, nodes = list[Update](), list[Node]()
+    for number, group in grouped.items():
+        if number < 0:
+            nodes += group
+            continue
+        made = {v for node in group for v in node.makes if not read_by.get(v, set()) <= {number}}
+        rests.append(consisting_of(step.updates[number], [node.payload for node in group], made))
+        nodes.append(_whole(rests[-1]))
+    order, why = (None, "") if plans or not rests else _between_passes(step, nodes)
     if order is None:
-        order = in_turn(topological(nodes, sorted(wanted))) if plans else topological(nodes, sorted(wanted))
+        if not plans:  # nothing but the update holds the passes back
+            nodes = [Node(rests.pop(0), n.reads, n.makes) if isinstance(n.payload, Update) else n for n in nodes]
+        order = topological(nodes, range(len(nodes)))
+        order = in_turn(order) if plans else order
 
     parts: list[Node] = []
     for is_equations, group in itertools.groupby(order, lambda node: isinstance(node.payload, Equation)):
         if is_equations:
             eqns = [node.payload for node in group]
-            outputs = [v for eqn in eqns for v in eqn.outvars if v in results]
-            whole = slice_of(eqns, outputs, program.debug_info, program.shards)
+            whole = slice_of(eqns, [v for eqn in eqns for v in eqn.outvars if v in read_by], program.debug_info, {})
             parts.append(Node(whole, whole.inputs, whole.outputs))
         else:
             parts += group
     return parts, why
 
 
-def _between_passes(
-    step: Inlined, nodes: Sequence[Node], which: Sequence[int], places: Sequence[int]
-) -> tuple[list[Node] | None, str]:
-    """The order with the rests of the updates, the nodes at ``places``, between the passes: in pieces, or else each in
-    one, and why; ``None`` if there is no place for gates."""
-    outputs = variables(step.program.outputs)
+def _whole(rest: Update) -> Node:
+    """The rest of an update in one piece, between gates of the step."""
+    return Node(dataclasses.replace(rest, backward=None), rest.operands, variables(rest.program.outputs))
+
+
+def _between_passes(step: Inlined, nodes: Sequence[Node]) -> tuple[list[Node] | None, str]:
+    """The order with the rests of the updates between the passes: in pieces, or else each in one, and why; ``None`` if
+    there is no place for gates."""
+    outputs, rests = (
+        variables(step.program.outputs),
+        [node.payload for node in nodes if isinstance(node.payload, Update)],
+    )
     try:
-        pieces = [nodes[k] for k in which if k not in places]
-        for place in places:
-            pieces += _pieces(nodes[place].payload)
+        pieces = [node for node in nodes if not isinstance(node.payload, Update)]
+        for rest in rests:
+            pieces += _pieces(rest)
         return interleaved(pieces, range(len(pieces)), outputs), ""
     except CannotHoist as stays:
-        on_host = any(nodes[place].payload.planned for place in places)
-        own = next(eqn for eqn in step.program.eqns if id(eqn) in step.own)
-        why = located(str(stays), own) if on_host else ""
+        on_host = any(is_host_aval(v.aval) for rest in rests for v in rest.operands)
+        why = located(str(stays), step.like) if on_host else ""
     try:
-        return interleaved(nodes, which, outputs), why
+        return interleaved(nodes, range(len(nodes)), outputs), why
     except CannotHoist:
         return None, why
 
@@ -245,3 +253,57 @@ def _pieces(rest: Update) -> list[Node]:
     apart = [s for s in only.first if isinstance(s, Slice)]
     first = [Planned(s, Whole(), window, tuple(v for v in s.outputs if v in update.next_values)[:1]) for s in apart]
     return [Node(p, p.slice.inputs, p.slice.outputs) for p in [*first, *only.slices] if p.slice.outputs]
+
+
+# ---- one iteration by itself: the microbatch whose pass can host the update
+#
+# This is the last one, whose backward pass completes the sum of all gradients, or the first one, whose forward pass is
+# the first to read new parameters.
+
+
+def peeled(program: Program, at: int, *, first: bool = False) -> Program:
+    """Take the last iteration, or the first, out of equation ``at`` of ``program``, a scan, and inline it.
+
+    Raises:
+      CannotHoist: no iteration of it can run by itself.
+    """
+    eqn = program.eqns[at]
+    scan = scan_of(eqn)
+    if scan is None or not scan.length:
+        raise CannotHoist("it has no iterations")
+    if eqn.effects:
+        raise CannotHoist("it has effects, such as a callback, whose order would change; call back after the scan")
+    if any(is_host_aval(v.aval) for v in (*scan.xs, *scan.ys)):
+        raise CannotHoist("it reads or makes rows in host memory, which would be copied there; load them before it")
+    body = jax_fun(scan.body)
+    in_front = first != scan.reverse  # which row the iteration has
+    others, apart = (slice(1, None), 0) if in_front else (slice(-1), -1)
+
+    def run(*operands: Any) -> list[Any]:
+        consts, init, xs = scan.parted(operands)
+
+        def one(carry: list[Any], x: list[Any]) -> tuple[list[Any], list[Any]]:
+            produced = body(*consts, *carry, *x)
+            return produced[: len(init)], produced[len(init) :]
+
+        # Rows are taken by number, because slices of the batches would be copies.
+        def at(*args: Any) -> list[Any]:
+            *given, k = args
+            return body(*given, *(jax.lax.dynamic_index_in_dim(x, k, keepdims=False) for x in xs))
+
+        mine = [x[apart] for x in xs]
+        if scan.length == 1:
+            carry, y = one(init, mine)
+            return [*carry, *(row[None] for row in y)]
+        y: list[Any] = []
+        if first:
+            init, y = one(init, mine)
+        numbers = np.arange(scan.length, dtype=np.int32)[others]
+        carry, ys = scan.run(at, consts, init, [numbers], scan.length - 1)
+        if not first:
+            # It waits for the others: its pass needs nothing from them, and would keep its activations beside theirs.
+            carry, y = one(*together((carry, mine)))
+        pairs = ([row[None], rows] if in_front else [rows, row[None]] for rows, row in zip(ys, y, strict=True))
+        return [*carry, *map(jnp.concatenate, pairs)]
+
+    return replaced(program, at, traced_for(eqn, run))

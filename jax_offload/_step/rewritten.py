@@ -5,15 +5,14 @@ from __future__ import annotations
 import dataclasses
 import functools
 import warnings
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Sequence, Set
 from typing import Any
 
 import jax
-from jax.core import Tracer
 
-from jax_offload._base.barriers import gate
-from jax_offload._base.donation import guarded
+from jax_offload._base.barriers import gate_equation
 from jax_offload._base.jaxprs import (
+    Atom,
     ClosedJaxpr,
     Equation,
     Literal,
@@ -21,81 +20,63 @@ from jax_offload._base.jaxprs import (
     Var,
     holds,
     jax_fun,
-    jaxpr_of,
     located,
     only_callbacks,
     ordered,
     scan_of,
     sharded_like,
-    values_of,
     variables,
     without_dead_code,
 )
 from jax_offload._base.jaxprs import (
     closed as as_closed,
 )
-from jax_offload._base.memory import is_host_aval, on_host
-from jax_offload._base.on_disk import READ, WRITE, is_on_disk
+from jax_offload._base.on_disk import READ, WRITE
+from jax_offload._base.private import manual_axes_of
 from jax_offload._emit.find import holds_update, is_update
 from jax_offload._emit.hoisted import scanned
-from jax_offload._emit.region import Update, bound, marked
-from jax_offload._emit.rows import Names, or_batched
+from jax_offload._emit.region import Update, moved
+from jax_offload._emit.rows import or_batched
 from jax_offload._emit.run import functions
-from jax_offload._ir.program import Program, expanded, flat, replaced, traced_for, without_effects_of_axes
+from jax_offload._ir.program import Builder, Program, expanded, flat, replaced, traced_for, without_effects_of_axes
 from jax_offload._ir.propagate import Node
 from jax_offload._ir.slices import Slice
 from jax_offload._plan.in_scan import InScan
 from jax_offload._plan.plan import Gate, Planned
 from jax_offload._step.canonical import canonical, inside_shard_maps
-from jax_offload._step.checked import CannotRewrite, check_order, check_program, tell
+from jax_offload._step.checked import CannotRewrite, check_order, same_memory, tell, unreturned
 from jax_offload._step.cut import unguarded
-from jax_offload._step.loaded import traced_step
+from jax_offload._step.inlined import equation_of
 from jax_offload._step.parts import Parts, parts_of
-from jax_offload._step.returned import unreturned
-
-Drive = Callable[[ClosedJaxpr, Any, Set[int | str]], Any]
 
 
-def rewritten(step: Callable[..., Any], drive: Drive | None = None, *, as_written: bool = False) -> Callable[..., Any]:
-    """``step``, to be traced by ``jit``, with its updates inside the scans that make their gradients.
-
-    Args:
-      step: a function; arguments of it that hold no traced value are static.
-      drive: called if Python is to drive the step, or a part of its state is on disk and so cannot be an operand of a
-        program, with the closed jaxpr, the structure of the results, and the numbers and names of static arguments;
-        returns the value that replaces the results. ``None``: the step stays unchanged.
-      as_written: whether the updates stay where they are; parameters in host memory are loaded all the same.
-    """
-
-    @functools.wraps(step)
-    def run(*args: Any, **kwargs: Any) -> Any:
-        fixed = [i for i, x in enumerate(args) if _is_static(x)]
-        named = {name: x for name, x in kwargs.items() if _is_static(x)}
-        given = {name: x for name, x in kwargs.items() if name not in named}
-        fun = functools.partial(step, **named) if named else step
-        closed, result = traced_step(fun, *args, static=fixed, named=given)
-        on_disk = any(map(is_on_disk, jax.tree.leaves((args, kwargs), is_leaf=is_on_disk)))
-        if drive is not None and (on_disk or is_driven(closed)):
-            return drive(closed, result, {*fixed, *named})
-        leaves = jax.tree.leaves(([x for i, x in enumerate(args) if i not in fixed], given))
-        results = emitted(closed, leaves) if _updates(closed) and not as_written else jax_fun(closed)(*leaves)
-        return jax.tree.unflatten(result, results)
-
-    return run
-
-
-def _updates(closed: ClosedJaxpr) -> bool:
-    """Whether a function is a step: it updates something, or uses a leaf on disk."""
-    return any(holds_update(eqn) or eqn.primitive in (READ, WRITE) for eqn in closed.jaxpr.eqns)
-
-
-def _is_static(x: Any) -> bool:
-    """Whether an argument of a jitted function is static; for arguments without leaves it does not matter."""
-    leaves = jax.tree.leaves(x)
+def rewritten(closed: ClosedJaxpr) -> ClosedJaxpr:
+    """Return a step as it is to run, with the same arguments and results; itself if it has no updates."""
+    if not any(map(holds_update, closed.jaxpr.eqns)):
+        return closed
+    program = flat(closed)
+    lost = unreturned(program)
+    if lost is not None and not lost.meant:
+        warnings.warn(
+            f"jo.jit: {lost.why}. It runs as written, and hides no transfers. Fix: return the new parameters and "
+            "the new state, as in `params, state = jo.update_params(tx, grads, state, params)`.",
+            stacklevel=2,
+        )
+    if any(map(_holds_driven, program.eqns)):
+        return _saying(closed, [_cut_at(program)])
+    if lost is not None:
+        return _saying(closed, [lost.why])
     try:
-        return not any(isinstance(leaf, (Tracer, jax.Array)) for leaf in leaves) and hash(x) is not None
-    except TypeError:
-        return False
+        whole = inside_shard_maps(program)
+        plain = canonical(unguarded(whole))
+        found = None if ordered(plain.effects) else parts_of(_noted_inside(plain))
+        if found is not None and found.moved:
+            return _put_together(found).closed
+    except Exception as fault:  # whatever is wrong with a rewritten step, the one that was written runs
+        return _saying(closed, [tell("the step runs as written, and hides no transfers", fault)])
+    if found is not None:
+        return _saying(closed, found.stays)
+    return _by_step(whole) or _saying(closed, _why_not(program))
 
 
 def is_driven(closed: ClosedJaxpr) -> bool:
@@ -113,93 +94,67 @@ def _holds_driven(eqn: Equation) -> bool:
     return holds(eqn, driven)
 
 
-def emitted(closed: ClosedJaxpr, args: Sequence[Any]) -> list[Any]:
-    """Emit the step into the current trace, and return its results for flat arguments."""
-    program = flat(closed)
-    lost = unreturned(program)
-    if lost is not None and not lost.meant:
-        warnings.warn(
-            f"jo.jit: {lost.why}. It runs as written, and hides no transfers. Fix: return the new parameters and "
-            "the new state, as in `params, state = jo.update_params(tx, grads, state, params)`.",
-            stacklevel=2,
-        )
-    if any(map(_holds_driven, program.eqns)):
-        return _as_it_is(closed, (_cut_at(program),), args)
-    if lost is not None:
-        return _as_it_is(closed, (lost.why,), args)
-    try:
-        whole = inside_shard_maps(program)
-        plain = canonical(unguarded(whole))
-        check_program(plain)
-        found = None if ordered(plain.effects) else parts_of(_noted_inside(plain))
-        if found is not None and found.moved:
-            return _traced(found, args)
-    except Exception as fault:  # whatever is wrong with a rewritten step, the one that was written runs
-        return _as_it_is(closed, (tell("the step runs as written, and hides no transfers", fault),), args)
-    if found is None:
-        if (by_step := _by_step(whole.closed, whole)) is not None:
-            return jax_fun(by_step)(*args)
-        return _as_it_is(closed, _why_not(closed, program), args)
-    return _as_it_is(closed, found.stays, args)
-
-
-def _traced(found: Parts, args: Sequence[Any]) -> list[Any]:
-    """Run the parts. They are traced and checked by themselves first, so that a failure leaves nothing in the trace."""
-    traced, _ = jaxpr_of(lambda *args: _in_parts(found, args), *args)
-    return jax_fun(traced)(*args)
-
-
-def _in_parts(found: Parts, args: Sequence[Any]) -> list[Any]:
-    """Run the parts one after the other on the program's values, and return the step's results.
+def _put_together(found: Parts) -> Program:
+    """Return the step's program, made of its parts in their order.
 
     Raises:
       CannotRewrite: a part lacks an operand, or makes another result.
     """
-    program, names = found.step.program, found.step.names
+    program, like, barrier, new = found.step.program, found.step.like, gate_equation(), Builder()
     check_order(found.parts, program.inputs, variables(program.outputs))
-    env: dict[Var, Any] = dict(zip(program.inputs, [*program.consts, *args], strict=True))
     for part in found.parts:
-        if isinstance(part.payload, Gate):
-            gate(env, part.payload.held, part.payload.waits_for)
-            continue
-        results = _run(part, [env[v] for v in part.reads], names, found.stays)
-        for v, x in zip(part.makes, results, strict=True):
-            if (x.shape, x.dtype, on_host(x)) != (v.aval.shape, v.aval.dtype, is_host_aval(v.aval)):
-                raise CannotRewrite(f"a part makes {jax.typeof(x)} in place of {v.aval}")
-            env[v] = x
-    return guarded(values_of(env, program.outputs), list(args))
+        this = part.payload
+        if isinstance(this, Gate):
+            _put_gate(new, this, barrier)
+        elif isinstance(this, Slice) or (isinstance(this, Planned) and not this.slice.loads):
+            for eqn in (this if isinstance(this, Slice) else this.slice).jaxpr.eqns:
+                new.put(eqn)
+        else:
+            results: Sequence[Atom] = part.makes
+            if isinstance(this, Update):
+                new.put(equation_of(dataclasses.replace(this, stays=found.stays), like))
+                results = new.eqns[-1].outvars
+            else:
+                results = moved(new, _run(found, part), part.reads, this, like)
+            for v, x in zip(part.makes, results, strict=True):
+                if not same_memory(v, x):
+                    raise CannotRewrite(f"a part makes {x.aval} in place of {v.aval}")
+            new.names.update(zip(part.makes, results, strict=True))
+    return dataclasses.replace(program, eqns=new.eqns, outputs=new.read(program.outputs))
 
 
-def _run(part: Node, operands: Sequence[Any], names: Names, stays: tuple[str, ...]) -> Sequence[Any]:
-    """Run a part on its operands. ``stays``: why the rest of an update does not move."""
-    this: Slice | InScan | Update | Planned = part.payload
+def _put_gate(new: Builder, this: Gate, barrier: Equation) -> None:
+    """Append ``gate`` as equations: values that vary over the same axes of a ``shard_map`` wait for each other."""
+    for varying in {manual_axes_of(v.aval) for v in this.held}:
+        waiting, first = ([v for v in vs if manual_axes_of(v.aval) == varying] for vs in (this.held, this.waits_for))
+        if first:
+            names = [*waiting, *first]
+            results = [Var(v.aval) for v in names]
+            new.put(barrier.replace(invars=names, outvars=results))
+            new.names.update(zip(names, results, strict=True))
 
-    def named(operands: Sequence[Any]) -> dict[Var, Any]:
-        return dict(zip(part.reads, operands, strict=True))
 
-    def made(produced: Mapping[Var, Any]) -> list[Any]:
-        return [produced[v] for v in part.makes]
+def _run(found: Parts, part: Node) -> Callable[[Sequence[Any]], list[Any]]:
+    """Return the function that a part is."""
+    this: InScan | Planned = part.payload
 
-    if isinstance(this, InScan):
-        as_written = this.as_written
+    def run(*operands: Any) -> list[Any]:
+        env = dict(zip(part.reads, operands, strict=True))
+        if isinstance(this, InScan):
+            env = scanned(this, env, found.step.names)
+        else:
+            functions([this], found.step.names)(this, env)
+        return [env[v] for v in part.makes]
 
-        def one_by_one(*xs: Any) -> list[Any]:
-            given = named(xs)
-            return as_written.run(*(given[v] for v in as_written.inputs))
+    if not isinstance(this, InScan):
+        return lambda operands: run(*operands)
+    as_written = this.as_written
 
-        run = or_batched(lambda *xs: made(scanned(this, named(xs), names)), one_by_one)
-        return marked(lambda xs: run(*xs), operands, part.reads, this)
-    if isinstance(this, Update):
-        return bound(dataclasses.replace(this, stays=stays), operands)
-    if isinstance(this, Planned) and this.slice.loads:
+    def one_by_one(*operands: Any) -> list[Any]:
+        env = dict(zip(part.reads, operands, strict=True))
+        return as_written.run(*(env[v] for v in as_written.inputs))
 
-        def piece(operands: Sequence[Any]) -> list[Any]:
-            env = named(operands)
-            functions([this], names)(this, env)
-            return made(env)
-
-        return marked(piece, operands, part.reads, this)
-    return (this.slice if isinstance(this, Planned) else this).run(*operands)
+    return lambda operands: or_batched(run, one_by_one)(*operands)
 
 
 def _cut_at(program: Program) -> str:
@@ -208,31 +163,15 @@ def _cut_at(program: Program) -> str:
     return f"the step is cut at it, as {why}"
 
 
-def _as_it_is(closed: ClosedJaxpr, why: tuple[str, ...], args: Sequence[Any]) -> list[Any]:
-    """Run the step unchanged, except that its updates say why."""
-    return jax_fun(_saying(closed, why))(*args)
-
-
-def _noted_inside(program: Program) -> Program:
-    """Return a step with an update of its own and others in branches or loops, which then say why they stay there."""
-    own = frozenset(id(eqn.params["update"]) for eqn in program.eqns if is_update(eqn))
-    inside = [eqn for eqn in program.eqns if not is_update(eqn) and holds_update(eqn)]
-    if not own or not inside:
-        return program
-    words = "another update runs in a {} of the step, and stays there; call it outside, and choose with skip="
-    why = dict.fromkeys(located(words.format(eqn.primitive.name), eqn) for eqn in inside)
-    return flat(_saying(program.closed, tuple(why), own))
-
-
-def _saying(closed: ClosedJaxpr, why: tuple[str, ...], but: Set[int] = frozenset()) -> ClosedJaxpr:
+def _saying(closed: ClosedJaxpr, why: Iterable[str], but: Set[int] = frozenset()) -> ClosedJaxpr:
     """Return the same program with a reason in its updates, except those with the identities ``but``."""
-    if not why:
+    if not (stays := tuple(why)):
         return closed
 
     def with_reasons(eqn: Equation) -> Program | None:
         if not is_update(eqn) or id(eqn.params["update"]) in but:
             return None
-        update = dataclasses.replace(eqn.params["update"], stays=why)
+        update = dataclasses.replace(eqn.params["update"], stays=stays)
         noted = eqn.replace(params=eqn.params | {"update": update})
         ins = [Var(v.aval) if isinstance(v, Literal) else v for v in eqn.invars]
         return Program(ins, list(eqn.outvars), [noted.replace(invars=ins)], [], closed.jaxpr.debug_info)
@@ -240,17 +179,31 @@ def _saying(closed: ClosedJaxpr, why: tuple[str, ...], but: Set[int] = frozenset
     return as_closed(expanded(closed.jaxpr, with_reasons), closed.consts)
 
 
-def _by_step(closed: ClosedJaxpr, program: Program) -> ClosedJaxpr | None:
+def _noted_inside(program: Program) -> Program:
+    """Return a step with an update of its own and others in branches or loops, which then say why they stay there."""
+    own = frozenset(id(eqn.params["update"]) for eqn in program.eqns if is_update(eqn))
+    words = "another update runs in a {} of the step, and stays there; call it outside, and choose with skip="
+    why = _inside(words, program)
+    return flat(_saying(program.closed, why, own)) if own and why else program
+
+
+def _inside(words: str, program: Program) -> dict[str, None]:
+    """The reasons why updates in branches and loops stay there."""
+    inside = (eqn for eqn in program.eqns if not is_update(eqn) and holds_update(eqn))
+    return dict.fromkeys(located(words.format(eqn.primitive.name), eqn) for eqn in inside)
+
+
+def _by_step(program: Program) -> ClosedJaxpr | None:
     """Rewrite the body of a loop over steps, or of a ``shard_map``, that holds a step's only update, as a step."""
     holding = [eqn for eqn in program.eqns if holds_update(eqn)]
-    if len(holding) != 1 or closed.effects:
+    if len(holding) != 1 or program.effects:
         return None
     (eqn,) = holding
     if (scan := scan_of(eqn)) is not None:
         run = functools.partial(_steps, scan)
     elif eqn.primitive.name == "shard_map" and not _varies_behind_barriers(eqn):
         body = without_effects_of_axes(flat(as_closed(eqn.params["jaxpr"]))).closed
-        run = sharded_like(eqn, lambda *operands: emitted(body, operands))
+        run = sharded_like(eqn, lambda *operands: jax_fun(rewritten(body))(*operands))
     else:
         return None
     return replaced(program, program.eqns.index(eqn), traced_for(eqn, run)).closed
@@ -262,18 +215,16 @@ def _varies_behind_barriers(eqn: Equation) -> bool:
 
 
 def _steps(scan: Scan, *operands: Any) -> list[Any]:
-    """Run a loop over steps, and emit each step by itself."""
-    carry, ys = scan.run(lambda *args: emitted(scan.body, args), *scan.parted(operands))
+    """Run a loop over steps, each as ``rewritten``."""
+    carry, ys = scan.run(jax_fun(rewritten(scan.body)), *scan.parted(operands))
     return [*carry, *ys]
 
 
-def _why_not(closed: ClosedJaxpr, plain: Program) -> tuple[str, ...]:
+def _why_not(program: Program) -> Iterable[str]:
     """Why no update moves in a step that stays unchanged."""
-    inside = [eqn for eqn in plain.eqns if not is_update(eqn) and holds_update(eqn)]
-    updates = [eqn for eqn in plain.eqns if is_update(eqn)]
-    if (updates or inside) and (names := ordered(closed.effects)):
-        whose = "" if only_callbacks(closed.effects) else f"of mutable arrays or checks ({', '.join(names)}) "
-        having = next(eqn for eqn in plain.eqns if ordered(eqn.effects))
-        return (located(f"the step has effects {whose}whose order would be lost; use unordered ones", having),)
+    if any(map(holds_update, program.eqns)) and (names := ordered(program.effects)):
+        whose = "" if only_callbacks(program.effects) else f"of mutable arrays or checks ({', '.join(names)}) "
+        having = next(eqn for eqn in program.eqns if ordered(eqn.effects))
+        return [located(f"the step has effects {whose}whose order would be lost; use unordered ones", having)]
     words = "it runs in a {} of the step, and only what each step runs once moves; call jo.jit of a single step"
-    return tuple(located(words.format(eqn.primitive.name), eqn) for eqn in inside)
+    return _inside(words, program)

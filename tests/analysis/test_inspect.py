@@ -60,6 +60,8 @@ def test_a_good_step_on_a_cpu():
     assert report.problems == () and report.target == "cpu" and report.timeline is None
     assert set(report.parts) >= {"parameters", "state on the device", "other arguments"}
     assert report.parts["parameters"] == 64 * 64 * 4 and sum(report.parts.values()) == report.peak
+    assert report.parts["state on the device"] == 2 * 64 * 64 * 4 + 4  # a CPU counts what is pinned
+    assert report.parts["other arguments"] == 8 * 64 * 4
 
 
 def test_a_cpu_s_table_does_not_say_that_nothing_is_in_host_memory():
@@ -67,16 +69,6 @@ def test_a_cpu_s_table_does_not_say_that_nothing_is_in_host_memory():
     printed = str(jo.inspect(step(OURS), *arguments(OURS)))
     assert "pinned host memory: a CPU counts it above" in printed
     assert "0.00" not in printed.split("pinned host memory")[1]
-
-
-@pytest.mark.parametrize("stacked", [False, True])
-@pytest.mark.parametrize("jit", [jax.jit, jo.jit])
-def test_the_parts_of_the_peak_on_a_cpu(jit, stacked):
-    """What a loop carries is there once, also where XLA copies it; the rest was -30 % of the peak."""
-    fun = jit(step_of(OURS, loss, update_params=True), donate_argnums=(0, 1))
-    report = jo.inspect(fun, *arguments(OURS, n=6, stacked=stacked))
-    assert abs(report.parts["rest"]) <= 0.12 * report.peak  # 0.05; jax 0.10 packs its windows closer
-    assert report.parts["state on the device"] <= 24 * MIB + 8  # 12; jax 0.10 copies each of its two leaves in the loop
 
 
 @pytest.mark.filterwarnings("ignore:offload\\(\\)")  # of the state that has been moved
@@ -135,7 +127,7 @@ def test_a_good_step(target, stacked):
     assert (report.loaded, report.stored) == (report.timeline.loaded, report.timeline.stored)
     hidden = sum(t.hidden * t.nbytes for t in report.transfers) / (report.loaded + report.stored)
     assert hidden < 0.5 and all(0 <= t.hidden <= 1 for t in report.transfers)  # so few tokens hide next to nothing
-    assert target == V5E or abs(report.parts["rest"]) <= 0.15 * report.peak
+    assert sum(report.parts.values()) == report.peak and report.parts["temporaries"] >= 512**2 * 4
 
 
 @pytest.mark.parametrize(("window", "chunks"), [(8 * MIB, 4), (4 * MIB, 8)])
@@ -144,10 +136,10 @@ def test_the_parts_of_a_window(window, chunks):
     require(H200)
     tx = jo.offload(ADAMW, min_bytes=0, window=window)
     report = jo.inspect(step(tx), *arguments(tx, n=8, stacked=True), target=H200)
-    assert report.parts["parameters"] == 8 * MIB and report.parts["gradients"] >= 8 * MIB
+    assert report.parts["parameters"] == 8 * MIB and report.parts["temporaries"] >= 8 * MIB
     assert report.parts["other arguments"] == MIB / 2
     assert {(t.nbytes, t.pieces) for t in report.transfers} == {(8 * MIB, chunks)}
-    assert report.timeline.window == window
+    assert report.timeline.window == window / 2  # what comes; what goes takes its buffers
 
 
 @pytest.mark.long("compiles more of the same for a chip")
@@ -261,24 +253,11 @@ def test_how_it_prints():
     assert len(as_dict["transfers"]) == 120 and as_dict["peak"] == report.peak and as_dict["timeline"]["chip"] == "h200"
 
 
-def test_what_is_lowered_or_compiled_already():
-    params = {"w": jax.device_put(jnp.ones((64, 64)), sharding())}
-    fun = jax.jit(lambda p, s: jo.update_params(OURS, p, s, p), donate_argnums=(0, 1))
-    lowered = fun.lower(params, OURS.init(params))
-    assert (
-        jo.inspect(lowered).peak
-        == jo.inspect(lowered.compile()).peak
-        == jo.inspect(fun, params, OURS.init(params)).peak
-    )
-    with pytest.raises(ValueError, match="takes no arguments and no target"):
-        jo.inspect(lowered, params)
-    with pytest.raises(ValueError, match="a lowered step has its platform"):
-        jo.inspect(lowered, target="h200")
-
-
 def test_bad_input():
-    with pytest.raises(TypeError, match="step: expected a training step, jitted, lowered or compiled; got a dict"):
-        jo.inspect({})
+    lowered = jax.jit(jnp.sin).lower(1.0)
+    for given, name in ({}, "dict"), (lowered, "Lowered"), (lowered.compile(), "Compiled"):
+        with pytest.raises(TypeError, match=f"step: expected a training step, jitted or not.*; got a {name}"):
+            jo.inspect(given)
     with pytest.raises(ValueError, match=r"cannot compile for 'h300'. Known: a100, h100, h200, v5e:2x2"):
         jo.inspect(jnp.sin, jnp.ones(3), target="h300")
     with pytest.raises(TypeError, match=r'target: expected .* "v5e:2x2"; got 5'):
@@ -312,7 +291,7 @@ def test_a_pipelined_step(target):
     tx = jo.offload(CLIPPED, min_bytes=0)
     train = jo.pipelined(step_of(tx, loss, update_params=True), donate_argnames=("params", "state"))
     report = jo.verify(train, *arguments(tx, stacked=True), target=target)
-    assert report.problems == () and abs(report.parts["rest"]) <= 0.06 * report.peak  # 0.03; jax 0.10 on a CPU: 0.051
+    assert report.problems == () and report.parts["gradients"] == 4 * MIB  # they wait for their update
     if target:
         assert (report.parts["parameters"], report.host, report.host_temp) == (4 * MIB, 8 * MIB, 0)
         assert {t.leaf for t in report.transfers} == {f"own['state/1/0/{m}/w']" for m in ("mu", "nu")}

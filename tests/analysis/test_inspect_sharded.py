@@ -34,16 +34,13 @@ def test_per_device(name):
     out = jax.tree.map(lambda a: a.sharding, args[:2])
     report = jo.verify(jo.jit(step, donate_argnums=(0, 1), out_shardings=out), *args, target=H200)
     assert report.problems == () and (report.host, report.host_temp) == (12 * MIB, 0)
-    own = 6 if "FSDP" in name else 24
-    assert own * MIB <= report.parts["parameters"] <= (own + 1) * MIB  # a layer's new ones, unrolled
+    assert report.parts["parameters"] == (6 if "FSDP" in name else 24) * MIB
     again = 2 * MIB if stacked else 0  # a row of each moment moves twice
     assert report.loaded == report.stored == 12 * MIB + again
-    assert abs(report.parts["rest"]) <= 0.1 * report.peak
     assert report.timeline.collectives > 0
-    if name == "FSDP, stacked":  # a layer for its matmuls
-        assert report.parts["gathered from devices"] == 4 * MIB
-    elif not stacked:  # updated between the passes, a layer's moments at a time
-        assert 0 < report.parts["window"] <= 2 * MIB
+    assert report.timeline.link == pytest.approx((report.loaded + report.stored) / 64e9)  # the host's memory, shared
+    if not stacked:  # updated between the passes, a layer's moments while the next one's come
+        assert 0 < report.timeline.window <= 4 * MIB
 
 
 def test_a_pipelined_step():

@@ -135,6 +135,7 @@ def compiled_peak(make, inner, row):
     return jo.inspect(eval(run, names | {"step": step}), *args, target=H200).peak
 
 
+@pytest.mark.long("compiles a step with several fractions for an H200")
 def test_the_smallest_fraction_that_fits_is_compiled_too():
     require(H200)
     make = maker(6, 512, stacked=False)

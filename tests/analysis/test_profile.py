@@ -40,7 +40,7 @@ def test_of_a_gpu():
     data = trace_of(
         "/device:GPU:0",
         **{
-            COMPUTE: [("gemm", 0, 5), ("fusion", 12, 3)],
+            COMPUTE: [("void cutlass::gemm<1>", 0, 5), ("fusion", 12, 3)],
             H2D: [("MemcpyH2D", 3, 4, SIZE), ("MemcpyH2D", 14, 2, SIZE)],
             D2H: [("MemcpyD2H", 5, 2, SIZE), ("MemcpyD2H", 18, 2, SIZE)],
             "XLA Modules": [("jit_step", 0, 20)],
@@ -50,6 +50,7 @@ def test_of_a_gpu():
     expected = {"step": 10, "compute": 4, "loading": 3, "storing": 2, "overlap": 1.5, "exposed": 2.5, "idle": 3.5}
     assert {name: getattr(p, name) for name in expected} == pytest.approx({k: v / 1e3 for k, v in expected.items()})
     assert (p.loaded, p.stored, p.off) == (1000, 1000, None)
+    assert p.segments[0].name == "void cutlass::gemm<1>"
     assert p.step == pytest.approx(p.compute + p.exposed + p.idle)
 
 

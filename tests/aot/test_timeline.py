@@ -11,7 +11,8 @@ import optax
 import pytest
 
 import jax_offload as jo
-from jax_offload._analysis.timeline import timeline
+from jax_offload._analysis.hlo import Module
+from jax_offload._analysis.timeline import Program
 from tests.aot.harness import H200, V5E, array, require, scheduled
 from tests.aot.model import loss, step_of
 
@@ -40,8 +41,12 @@ def computation(name, *lines, parameters=PARAMETERS):
     return "\n".join([f"{name} (p: f32[]) -> f32[] {{", *(f"  {line}" for line in (*parameters, *lines)), "}\n\n"])
 
 
+def played(text, chip=CHIP):
+    return Program(Module(text), jo.chip(chip)).timeline()
+
+
 def run(*lines, before="", header="HloModule m, is_scheduled=true", chip=CHIP):
-    return timeline(f"{header}\n\n{before}{computation('ENTRY %main', *lines)}", chip)
+    return played(f"{header}\n\n{before}{computation('ENTRY %main', *lines)}", chip)
 
 
 def test_a_matmul():
@@ -292,10 +297,10 @@ def test_what_a_compiler_writes_is_understood(target, chip):
     tx, params = jo.offload(optax.adamw(1e-3), min_bytes=0), {"w": array(n, width, width, dtype=jnp.bfloat16)}
     args = params, jo.abstract_state(tx, params), array(tokens, width, dtype=jnp.bfloat16)
     text = scheduled(jax.jit(step_of(tx, loss), donate_argnums=(0, 1)), args, target)
-    t = timeline(text, chip)
+    t = played(text, chip)
     assert t.loaded == t.stored == pytest.approx(n * width**2 * 4, rel=0.01)
     assert t.step == pytest.approx(t.compute + t.exposed) and t.collectives == 0
     one_a_second = {"bf16": 1.0, "f32": 1.0, "hbm_bandwidth": math.inf, "interconnect": math.inf}
-    flops = timeline(text, dataclasses.replace(jo.chip(chip), **one_a_second)).compute
+    flops = played(text, dataclasses.replace(jo.chip(chip), **one_a_second)).compute
     # the first layer needs no gradient of what goes in, and the forward pass may be run again
     assert (3 * n - 1) * 2 * tokens * width**2 <= flops <= 4 * n * 2 * tokens * width**2

@@ -10,8 +10,8 @@ import pytest
 import jax_offload as jo
 from jax_offload._drive import run as driven
 from jax_offload._emit.find import is_update
+from jax_offload._emit.region import Update
 from jax_offload._interop import pending
-from jax_offload._ir.slices import Slice
 from jax_offload._step import rewritten
 from tests.support.steps import ADAMW, assert_as_plain, offloaded, step_of
 
@@ -24,7 +24,8 @@ def without_a_part(parts):
 
 def with_results_exchanged(parts):
     return [
-        dataclasses.replace(part, makes=part.makes[::-1]) if isinstance(part.payload, Slice) else part for part in parts
+        dataclasses.replace(part, makes=part.makes[::-1]) if isinstance(part.payload, Update) else part
+        for part in parts
     ]
 
 

@@ -1248,9 +1248,7 @@ def in_a_branch(r: Recipe) -> bool:
 
 
 REFUSED: list[tuple[str, Callable[[Recipe, str], bool], str]] = [
-    # The second optimizer's loss reads the parameters that the first one's update has made.
-    ("pipelined", lambda r, m: r["second"] in ("gan", "alternating", "plain beside"), "are taken after the update of"),
-    ("pipelined", lambda r, m: True, "together with the passes through the model"),
+    ("pipelined", lambda r, m: True, "its update runs the model again"),
     ("pipelined", lambda r, m: r["results"] == "nested", "the next value of each"),
     ("pipelined", lambda r, m: bool(r["second"] or r["target"]), "Return a dict with the carried arguments' names"),
     ("", lambda r, m: r["mesh"] == "explicit ZeRO-1", "shard_over: on a mesh with Explicit axes"),
