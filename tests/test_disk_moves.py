@@ -15,7 +15,7 @@ import jax_offload as jo
 from tests.disk.faulty import NO_SPACE, Faulty, error, no_fault
 from tests.support.sizes import set_sizes
 from tests.support.trees import assert_equal, handles, kinds, read
-from tests.test_disk_kills import child
+from tests.test_disk_processes import child
 
 INNER = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-2))
 PARAMS = {f"layer_{k}": np.full((64, 64), 1 + k / 7, np.float32) for k in range(4)}
