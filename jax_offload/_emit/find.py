@@ -12,6 +12,7 @@ from jax_offload._base.memory import is_host_aval
 from jax_offload._base.on_disk import READ
 from jax_offload._base.own_primitives import equations
 from jax_offload._emit.region import REGION, Moved, Update
+from jax_offload._ir.primitives import is_loop
 from jax_offload._ir.program import Program, Var, as_program, expanded, flat, without_round_trips
 from jax_offload._plan.in_scan import InScan
 from jax_offload._plan.plan import Planned
@@ -92,18 +93,14 @@ def in_one_scan(step: Any) -> bool:
         return False
     bodies = [eqn for plan in scans for eqn in plan.scan.body.jaxpr.eqns]
     inside = [*bodies, *(e for eqn in step.jaxpr.eqns for e in _bodies(eqn))]
-    return not any(holds(eqn, _is_loop) for eqn in inside)
-
-
-def _is_loop(eqn: Equation) -> bool:
-    return eqn.primitive.name in ("scan", "while")
+    return not any(holds(eqn, is_loop) for eqn in inside)
 
 
 def _bodies(eqn: Equation) -> Iterator[Equation]:
     """The equations in the loops of an equation."""
     for inner in inner_of(eqn):
         for each in inner.jaxpr.eqns:
-            yield from [each] if _is_loop(eqn) else _bodies(each)
+            yield from [each] if is_loop(eqn) else _bodies(each)
 
 
 def kept_on_host(step: Any) -> list[bool] | None:

@@ -14,6 +14,7 @@ groups that take turns: in each phase one group is stored while the one before i
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -24,11 +25,11 @@ from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import NamedSharding
 
 from jax_offload._base.barriers import read_once, together
-from jax_offload._base.jaxprs import Literal, Var, as_array
+from jax_offload._base.jaxprs import Literal, Scan, Var, as_array, values_of, variables
 from jax_offload._base.memory import is_host_aval
 from jax_offload._base.shardings import constrained, shards_of, typed_sharding, zeros
 from jax_offload._emit.rows import Buffers, Names, Values
-from jax_offload._plan.in_scan import InScan
+from jax_offload._plan.in_scan import InScan, Nest
 from jax_offload._plan.rules import run_chunk
 
 
@@ -39,19 +40,14 @@ def scanned(plan: InScan, env: Mapping[Var, Any], names: Names) -> Values:
     def value(v: Any) -> Any:
         return as_array(v) if isinstance(v, Literal) else env[v]
 
-    others = {v: value(v) for v in plan.others}
-    emitter = Emitter(plan, _buffers(plan, names), [value(v) for v in scan.consts], others)
+    emitter = Emitter(plan, _buffers(plan, names), {v: value(v) for v in plan.others}, scan, plan.kept, plan.fed)
+    consts, init, hand = [value(v) for v in scan.consts], [value(v) for v in scan.init], emitter.first(env)
     xs = {k: value(v) for k, v in enumerate(scan.xs) if k not in plan.reread and k not in plan.fed}
-    init = jnp.int32(0), [value(v) for v in scan.init], *emitter.packed(emitter.first(env))
-    # ahead, the second of two iterations in one would wait with its update for the stores of the first
-    unroll = 1 if plan.ahead else scan.unroll
-    (_, carried, *kept), ys = jax.lax.scan(
-        emitter.iteration, init, xs, length=scan.length, reverse=scan.reverse, unroll=unroll
-    )
-    last = emitter.unpacked(kept)
-    emitter.buffers.exchange(last.wholes, last.new, plan.last_row, [], 0)
+    emit = emitter.loop if plan.nest is None else functools.partial(emitter.nested, plan.nest)
+    carried, ys, hand = emit(consts, init, xs, hand)
+    emitter.buffers.exchange(hand.wholes, hand.new, plan.last_row, [], 0)
     produced = dict(zip(scan.carry, carried, strict=True)) | dict(zip(plan.kept, ys, strict=True))
-    return produced | emitter.results(last.wholes)
+    return produced | emitter.results(hand.wholes)
 
 
 @dataclasses.dataclass
@@ -69,19 +65,30 @@ class Hand:
     new: Values
 
 
+Looped = tuple[list[Any], list[Any], Hand]  # what a scan carries out, its stacked results, and what is handed on
+
+
 @dataclasses.dataclass(frozen=True)
 class Emitter:
     """Emits the iterations, what precedes the first, and what follows the last.
 
     Attributes:
-      consts: the scan's constants.
       others: what else the updates read, by the plan.
+      scan: the scan over layers: the plan's own, or the inner one of a nest.
+      kept: its results that stay stacked.
+      fed: number of one of its ``xs`` -> the result of an update whose rows it has.
+      start: the number of its first layer.
+      begins: whether its first iteration is the first of all.
     """
 
     plan: InScan
     buffers: Buffers
-    consts: Sequence[Any]
     others: Values
+    scan: Scan
+    kept: Sequence[Var]
+    fed: Mapping[int, Var]
+    start: int = 0
+    begins: bool = True
 
     @property
     def keys(self) -> tuple[Sequence[Var], ...]:
@@ -129,25 +136,22 @@ class Emitter:
         own = {v: constrained(x, self.plan.pins.get(v)) for v, x in zip(on_device, rows, strict=True)}
         return own | {v: self.buffers.read(v, x, i) for v, x in self.others.items()}
 
-    def update(self, hand: Hand, own: Values, i: Any, k: Any) -> Values:
+    def update(self, hand: Hand, own: Values, i: Any, is_first: Any) -> Values:
         """Runs the updates on the rows ``i``; returns those that the scan itself reads."""
         given, hand.new, fed = own | hand.loaded, Values(), Values()
         for move in self.plan.moves:
             s = move.slice
             new = self.buffers.updated(s, move.how, [given[v] for v in s.inputs], i)
             fed.update(zip(s.outputs, new, strict=True))
-            hand.new |= self.buffers.keep(s, move.how, new, hand.wholes, i, first=k == 0, without=self.plan.feeds)
-        return {v: fed[v] for v in self.plan.fed.values()}
+            hand.new |= self.buffers.keep(s, move.how, new, hand.wholes, i, first=is_first, without=self.plan.feeds)
+        return {v: fed[v] for v in self.fed.values()}
 
-    def reread(self, own: Values, i: Any) -> dict[int, Any]:
-        """Rows computed from the rows of leaves that move and of other operands, by their place among the scan's
-        ``xs``."""
-        rows: dict[int, Any] = {}
-        for place, each in self.plan.reread.items():
-            given = [own[v] for v in each.slice.inputs]
-            (x,) = run_chunk(each.slice.core.jaxpr, each.how.dims, each.how.where, i[None], *given)
-            rows[place] = jax.lax.squeeze(x, (0,))
-        return rows
+    def reread(self, place: int, own: Values, numbers: Any) -> Any:
+        """Rows of one of the scan's ``xs``, computed from the rows of leaves that move and of other operands."""
+        each = self.plan.reread[place]
+        given = [own[v] for v in each.slice.inputs]
+        (x,) = run_chunk(each.slice.core.jaxpr, each.how.dims, each.how.where, numbers, *given)
+        return x
 
     def phases(self, hand: Hand, inner: Values, stored: Any, then: Any) -> Values:
         """Runs the iteration's own arithmetic while it stores the rows ``stored`` and loads the rows ``then``."""
@@ -179,24 +183,79 @@ class Emitter:
             both = [*gates, *held]
             inner.update(zip(both, _on(["tpu"], together, [inner[v] for v in both]), strict=True))
 
-    def iteration(self, carry: Any, rows: Any) -> Any:
+    def loop(self, consts: Sequence[Any], init: list[Any], xs: Mapping[int, Any], hand: Hand) -> Looped:
+        """Run the scan with the updates inside, from these values on."""
+
+        def iteration(carry: Any, rows: Any) -> Any:
+            return self.iteration(consts, carry, rows)
+
+        scan = self.scan
+        # ahead, the second of two iterations in one would wait with its update for the stores of the first
+        unroll = 1 if self.plan.ahead else scan.unroll
+        first = jnp.int32(0), init, *self.packed(hand)
+        (_, carried, *packed), ys = jax.lax.scan(iteration, first, xs, scan.length, scan.reverse, unroll)
+        return carried, ys, self.unpacked(packed)
+
+    def nested(
+        self, nest: Nest, consts: Sequence[Any], carried: list[Any], xs: Mapping[int, Any], hand: Hand
+    ) -> Looped:
+        """Run a nest, group by group: XLA copies rows only if their numbers depend on a single loop's counter."""
+        outer, inner, body, n = nest.outer, nest.inner, nest.body, nest.inner.length
+        in_body = dict(zip(inner.ys, inner.eqn.outvars[len(inner.carry) :], strict=True))
+        fed = {j: self.fed[k] for j, k in nest.handed_on.items() if k in self.fed}
+        results = dict(zip(self.scan.ys, body.outputs[len(outer.init) :], strict=True))
+        read = {*nest.after.inputs, *variables(results[y] for y in self.kept)}
+        kept = [y for y, v in in_body.items() if v in read]
+        stacks = {y: list[Any]() for y in self.kept}
+
+        def rows_of(k: int, x: Any, group: int) -> Any:
+            if k in self.fed:
+                return None  # its rows are made one by one
+            if (each := self.plan.reread.get(k)) is not None:
+                wholes = self.others | hand.wholes
+                own = {v: self.buffers.read(v, wholes[v], group * n, n) for v in each.slice.inputs}
+                return self.reread(k, own, group * n + jnp.arange(n))
+            in_layers = not isinstance(x, Literal) and x in nest.layers
+            return xs[k][group * n : (group + 1) * n] if in_layers else xs[k][group]
+
+        order = sorted(range(outer.length), reverse=outer.reverse)
+        for group in order:
+            rows = [rows_of(k, x, group) for k, x in enumerate(outer.xs)]
+            env: Values = dict(zip(body.inputs, [*body.consts, *consts, *carried, *rows], strict=True))
+            env.update(zip(nest.before.outputs, nest.before.run(*(env[v] for v in nest.before.inputs)), strict=True))
+            own_consts, init, own_xs = inner.parted(values_of(env, inner.eqn.invars))
+            emitter = dataclasses.replace(
+                self, scan=inner, kept=kept, fed=fed, start=group * n, begins=group == order[0]
+            )
+            given = {j: x for j, x in enumerate(own_xs) if j not in fed}
+            made, ys, hand = emitter.loop(own_consts, init, given, hand)
+            env.update(zip([*inner.carry, *(in_body[y] for y in kept)], [*made, *ys], strict=True))
+            env.update(zip(nest.after.outputs, nest.after.run(*(env[v] for v in nest.after.inputs)), strict=True))
+            carried = values_of(env, body.outputs[: len(outer.init)])
+            for y, parts in stacks.items():
+                parts += values_of(env, [results[y]])
+        whole = [(y, parts[::-1] if outer.reverse else parts) for y, parts in stacks.items()]
+        return carried, [jnp.concatenate(x) if y in in_body else jnp.stack(x) for y, x in whole], hand
+
+    def iteration(self, consts: Sequence[Any], carry: Any, rows: Any) -> Any:
         """Run one iteration, as the body of a scan."""
-        plan, scan = self.plan, self.plan.scan
-        k, carried, *kept = carry
-        hand, last = self.unpacked(kept), scan.length - 1
+        plan, scan, start = self.plan, self.scan, self.start
+        k, carried, *packed = carry
+        hand, last = self.unpacked(packed), start + scan.length - 1
         # XLA writes the counter's next value when every copy that reads it is done, so they read the minimum, which is
         # the counter too. The first iteration's ``before`` and the last one's ``after`` are clamped by the copies.
-        i = last - k if scan.reverse else jnp.minimum(k, scan.length)
+        i = last - k if scan.reverse else start + jnp.minimum(k, scan.length)
         before, after = (i + 1, i - 1) if scan.reverse else (i - 1, i + 1)
-        own = self.own_rows(hand, i)
+        own, is_first = self.own_rows(hand, i), self.begins & (k == 0)
         if plan.ahead:
-            fed = self.update(hand, own, i, k)
+            fed = self.update(hand, own, i, is_first)
             (*xs, carried) = together([*fed.values(), *hand.new.values(), carried])
             fed, hand.new = dict(zip(fed, xs, strict=False)), dict(zip(hand.new, xs[len(fed) :], strict=True))
-            rows |= {place: jax.lax.squeeze(fed[v], (0,)) for place, v in plan.fed.items()}
-        rows |= self.reread(own | hand.loaded, i)
+            rows |= {place: jax.lax.squeeze(fed[v], (0,)) for place, v in self.fed.items()}
+        given, again = own | hand.loaded, plan.reread if plan.nest is None else ()
+        rows |= {place: jax.lax.squeeze(self.reread(place, given, i[None]), (0,)) for place in again}
         program = plan.body.program
-        operands = [*program.consts, *self.consts, *carried, *(rows[j] for j in range(len(scan.xs)))]
+        operands = [*program.consts, *consts, *carried, *(rows[j] for j in range(len(scan.xs)))]
         inner: Values = dict(zip(program.inputs, operands, strict=True))
         then = self.phases(hand, inner, i if plan.ahead else before, after)
         results = [as_array(v) if isinstance(v, Literal) else inner[v] for v in program.outputs]
@@ -211,9 +270,9 @@ class Emitter:
             # laid out like the stack: a TPU would give the whole stack the layout of a matmul's result
             in_order = _on(["tpu"], lambda xs: [*map(_in_order, xs)], [x[None] for x in produced.values()])
             rows = dict(zip(produced, in_order, strict=True))
-            self.update(hand, own | rows, i, k)
+            self.update(hand, own | rows, i, is_first)
         hand.loaded = then
-        return (k + 1, carried, *self.packed(hand)), [produced[y] for y in plan.kept]
+        return (k + 1, carried, *self.packed(hand)), [produced[y] for y in self.kept]
 
 
 def _buffers(plan: InScan, names: Names) -> Buffers:

@@ -32,3 +32,7 @@ def is_cheap(eqn: Equation) -> bool:
     """Whether an equation takes about as long as its operands are read: it is no part of a pass through a network."""
     name = eqn.primitive.name
     return name in CHEAP or (name in ("jit", "pjit") and all(map(is_cheap, called_by(eqn).jaxpr.eqns)))
+
+
+def is_loop(eqn: Equation) -> bool:
+    return eqn.primitive.name in ("scan", "while")

@@ -19,15 +19,19 @@ import jax.numpy as jnp
 from jax_offload._base.arrays import nbytes
 from jax_offload._base.jaxprs import Equation, Var
 from jax_offload._base.memory import is_host_aval
-from jax_offload._ir.primitives import is_cheap
+from jax_offload._ir.primitives import is_cheap, is_loop
 from jax_offload._ir.propagate import Node, topological
 from jax_offload._plan.in_scan import CannotHoist, InScan
 from jax_offload._plan.plan import Gate, Planned
 
 LEAST_GATES = 4  # with fewer there is nothing to hold back
-AT_ONCE = "most of its gradients are there only at once: a number needs all, such as their norm, or one call makes them"
+AT_ONCE = (
+    "most of its gradients are there only at once: a number needs all, such as their norm, or one call makes them; "
+    "jax_offload.pipelined hides it"
+)
 FEW_PLACES = (
-    f"its passes, forward and backward, have fewer than {LEAST_GATES} places where parts of an update could wait"
+    f"its passes, forward and backward, have fewer than {LEAST_GATES} places where parts of an update could wait; "
+    "scan over the layers"
 )
 LEAST_FRONT = 2**12  # elements: what a pass goes on with is at least as large
 
@@ -107,9 +111,7 @@ def _smallest(of: Sequence[Var]) -> list[Var]:
 
 
 def _is_loop(node: Node) -> bool:
-    return isinstance(node.payload, InScan) or (
-        isinstance(node.payload, Equation) and node.payload.primitive.name in ("scan", "while")
-    )
+    return isinstance(node.payload, InScan) or (isinstance(node.payload, Equation) and is_loop(node.payload))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -15,26 +15,34 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 
 from jax_offload._base.arrays import nbytes
-from jax_offload._base.jaxprs import DropVar, Equation, Literal, Scan, located, scan_of, variables
+from jax_offload._base.jaxprs import Atom, DropVar, Equation, Literal, Scan, located, scan_of, variables
 from jax_offload._base.memory import is_host_aval
 from jax_offload._ir.primitives import ELEMENTWISE, SHAPES
-from jax_offload._ir.program import Program, Var, is_store, load_of
+from jax_offload._ir.program import Program, Var, flat, is_store, load_of
 from jax_offload._ir.propagate import NEEDS, Mask, Node, forward, groups, needed_for, union
 from jax_offload._ir.propagate import needed as nodes_needed
-from jax_offload._ir.slices import Slice, slice_of
-from jax_offload._plan.in_scan import CannotHoist, InScan
+from jax_offload._ir.slices import Slice, consecutive, slice_of
+from jax_offload._plan.in_scan import CannotHoist, InScan, Nest
 from jax_offload._plan.plan import InIterations, Planned, RowWise, Window
 from jax_offload._plan.rules import Dependent, Partial, Rows, Where, chunked_dims, rows_like, rule_of
 from jax_offload._plan.transfers import same_type
 
-NEEDS_ALL = "something that needs all gradients, such as their norm, stands between them and their update"
-OF_THE_SCAN = "a number that the same scan carries to its end stands between their gradients and their update"
+PIPELINED = "; jax_offload.pipelined hides it"
+NEEDS_ALL = f"something that needs all gradients, such as their norm, stands between them and their update{PIPELINED}"
+OF_THE_SCAN = (
+    f"a number that the same scan carries to its end stands between their gradients and their update{PIPELINED}"
+)
 BY_INDEX = "a scan takes its layers by their index, and sums their gradients up; scan over stacked parameters instead"
 SHARED = (
-    "every iteration of a scan uses it, and its gradient is the sum over all of them (tied layers, a recurrent net)"
+    "every iteration of a scan uses it, and its gradient is the sum over all of them (tied layers, a recurrent net); "
+    "keep it on the device with select="
 )
 MICROBATCHES = "its gradient is summed over microbatches in a scan, and the last of them cannot host the update"
-NEEDED_BEFORE = "new parameters are needed as a whole before the scan that reads them by layers"
+NEEDED_BEFORE = (
+    "new parameters are needed as a whole before the scan that reads them by layers; use them whole after that scan"
+)
+MERGED = "a reshape merges its layers with other dimensions; scan over the first dimension of the stack as it is"
+IN_GROUPS = "a scan over groups of layers reads them outside of the scan inside it, too; read them only in that scan"
 ROWS = Window(0, "rows of the scan's iterations")  # `InScan.planned` counts their bytes
 LEAST_ROW = 2**16  # bytes: smaller rows are updated faster together, after the scan
 _PLACED = frozenset(("dynamic_update_slice", "scatter", "scatter-add", "pad"))  # a row among zeros
@@ -72,9 +80,45 @@ class Hoist:
 
     @functools.cached_property
     def scan(self) -> Scan:
+        """The scan, flattened if it is a nest."""
+        return self._outer if self.nest is None else self.nest.flattened
+
+    @functools.cached_property
+    def _outer(self) -> Scan:
         scan = scan_of(self.program.eqns[self.at])
         assert scan is not None
         return scan
+
+    @functools.cached_property
+    def nest(self) -> Nest | None:
+        """The scan over groups of layers and the one inside it, where the step has reshaped stacks to groups."""
+        outer, made, eqns = self._outer, made_by(self.program.eqns), self.program.eqns
+        makers = [(x, made[x][1]) for x in variables(outer.xs) if x in made]
+        grouping = {x: eqn for x, eqn in makers if _groups(eqn, x, eqn.invars)}
+        if not grouping:
+            return None
+        body, places = flat(outer.body, opens=lambda _: True), {y: self._readers.get(y, []) for y in outer.ys}
+        readers = [(y, eqns[places[y][0]]) for y in outer.ys if len(places[y]) == 1 and y not in self._results]
+        merging = {y: eqn for y, eqn in readers if _groups(eqn, y, eqn.outvars)}
+        row_of = dict(zip(outer.ys, body.outputs[len(outer.init) :], strict=True))
+        input_of = dict(zip(outer.xs[::-1], body.inputs[::-1], strict=False))
+        wanted = {*variables(row_of[y] for y in merging)} if merging else {input_of[x] for x in grouping if self.own}
+        for at, eqn in enumerate(body.eqns):
+            inner = scan_of(eqn)
+            if inner is None or wanted.isdisjoint(inner.ys if merging else variables(inner.xs)):
+                continue
+            if inner.reverse != outer.reverse or body.effects:
+                return None
+            merging = {y: eqn for y, eqn in merging.items() if row_of[y] in inner.ys}
+            before, _, after = consecutive(
+                [body.eqns[:at], [eqn], body.eqns[at + 1 :]], body.outputs, body.debug_info, {}
+            )
+            layers = {y: eqn.outvars[0] for y, eqn in merging.items()}
+            names = {row_of[y]: layer for y, layer in layers.items()}
+            layers |= {x: v for x, eqn in grouping.items() if isinstance(v := eqn.invars[0], Var)}
+            inner = dataclasses.replace(inner, ys=[names.get(v, v) for v in inner.ys])
+            return Nest(outer, inner, body, before, after, layers, [*grouping.values()], [*merging.values()])
+        return None
 
     def behind(self) -> tuple[InScan | None, list[str]]:
         """Plan the moves into the scan, which makes the gradients; return also why other updates do not move."""
@@ -106,7 +150,9 @@ class Hoist:
                 continue
             reads, writes = {*move.slice.inputs}, {old for old in move.how.buffers if old is not None}
             if not reads.isdisjoint(written) or not writes.isdisjoint(read):
-                why.append(located("two gradients change the same leaf", self.program.eqns[self.at]))
+                why.append(
+                    located("two gradients change the same leaf; update it with their sum", self.program.eqns[self.at])
+                )
                 continue
             moves.append(move)
             moved |= own
@@ -118,7 +164,9 @@ class Hoist:
         kept = frozenset(y for y in scan.ys if y in stacked or y not in inside) - dropped
         if not moves:
             return None, why
-        plan = InScan(scan, tuple(moves), tuple(y for y in scan.ys if y in kept), False, frozenset(moved))
+        moved |= {id(eqn) for eqn in self.nest.merging} if self.nest else set()
+        kept_ys = tuple(y for y in scan.ys if y in kept)
+        plan = InScan(scan, tuple(moves), kept_ys, False, frozenset(moved), nest=self.nest)
         again = self._reread({*plan.in_place, *plan.hosts})
         return dataclasses.replace(plan, reread=again), why
 
@@ -165,12 +213,15 @@ class Hoist:
         if not moves:
             return None, why
         updated = {v for move in moves for v in move.slice.outputs}
-        rows_of = {k: x for k, x in enumerate(scan.xs) if not isinstance(x, Literal) and x in updated}
-        return InScan(scan, tuple(moves), tuple(scan.ys), True, frozenset(moved), frozenset(feeds), rows_of), why
+        fed = {k: x for k, x in enumerate(scan.xs) if not isinstance(x, Literal) and x in updated}
+        if self.nest and not self.nest.hands_on(fed):
+            return None, [*why, located(IN_GROUPS, self.program.eqns[self.at])]
+        kept = tuple(scan.ys)
+        return InScan(scan, tuple(moves), kept, True, frozenset(moved), frozenset(feeds), fed, nest=self.nest), why
 
     def streaming(self) -> InScan | None:
         """Plan to load the leaves on the host that the scan reads by rows, where no update moves into it."""
-        again = self._reread(set())
+        again = {} if self.nest else self._reread(set())
         kept = tuple(y for y in self.scan.ys if not isinstance(y, DropVar))
         return InScan(self.scan, (), kept, True, frozenset(), reread=again) if again else None
 
@@ -192,6 +243,8 @@ class Hoist:
             large = any(v in moving or nbytes(v.aval) >= scan.length * LEAST_ROW for v in leads)
             few = sum(nbytes(v.aval) for v in s.loads) <= 2 * nbytes(x.aval)
             if not large or not few or not all(map(needed.get, leads)) or not s.core.loads.issuperset(s.loads):
+                continue
+            if s.loads and self.nest:  # a group would be loaded as a whole
                 continue
             rows = needed[leads[0]]
             if rows is None or any(self._is_divided(v, needed[v]) for v in s.loads):
@@ -305,6 +358,7 @@ class Hoist:
             if not any(k < self.at for v in made for k in self._read_outside(v, inside)):
                 return twice
             nodes = [Node(eqn, variables(eqn.invars), [] if id(eqn) in inside else eqn.outvars) for eqn in eqns]
+            nodes[self.at] = Node(eqns[self.at], variables([*self.scan.consts, *self.scan.init, *self.scan.xs]), [])
             reading = [k for k, eqn in enumerate(eqns) if k == self.at or id(eqn) in inside]
             before = nodes_needed(nodes, [v for k in reading for v in nodes[k].reads], kept=False)
             wanted = {v for k in before if k != self.at for v in nodes[k].reads}
@@ -329,17 +383,21 @@ class Hoist:
         s = slice_of(eqns, list(targets), program.debug_info, program.shards)
         dims = tuple(needed[v] for v in s.inputs)
         if any(needed[v] is None for v in s.loads):
-            raise CannotHoist("a leaf on the host that has no such rows is needed")
+            raise CannotHoist(
+                "a leaf on the host that has no such rows is needed; stack all that its update reads by layers"
+            )
         if not s.core.loads.issuperset(s.loads):
-            raise CannotHoist("a branch of its update loads or stores it, and the other does not")
+            raise CannotHoist(
+                "a branch of its update loads or stores it, and the other does not; choose with jnp.where"
+            )
         if any(self._is_divided(v, d) for v, d in needed.items()):
-            raise CannotHoist("its layers are divided between devices")
+            raise CannotHoist("its layers are divided between devices; divide another dimension")
         rows = {v: d for v, d in zip(s.inputs, dims, strict=True) if d is not None}
         lead = max([v for v in rows if v not in scan.ys] or rows, key=lambda v: nbytes(v.aval))
         shape, axis = lead.aval.shape, rows[lead].dim
         out_dims = tuple(chunked_dims(s.core.jaxpr, list(dims), Where(scan.length, shape, axis)))
         if any(d is None or (isinstance(d, Rows) and d.per_row > 1) for d in out_dims):
-            raise CannotHoist("its rows are merged")
+            raise CannotHoist(MERGED)
         how = InIterations(shape, axis, dims, out_dims, (None,) * len(out_dims), ahead=ahead)
         return Planned(s, dataclasses.replace(how, buffers=self._buffers(s, how)), ROWS)
 
@@ -361,7 +419,9 @@ class Hoist:
                 like_it = [x for x in free if x not in taken and dims[x] == d and same_type(x.aval, v.aval)]
                 old = min(like_it, key=lambda x: math.prod(s.shards.get(x, ())), default=None)
             if old is None and is_host_aval(v.aval):
-                raise CannotHoist("it moves to the host in this step, or its next value is of another type")
+                raise CannotHoist(
+                    "it moves to the host in this step, or its next value is of another type; give it as tx.init does"
+                )
             found.append(old)
             taken |= {old} if old is not None else set()
         return tuple(found)
@@ -393,7 +453,7 @@ class _Flow:
 
 
 def _flow(eqns: Sequence[Equation], scan: Scan, at: int, claimed: Set[int]) -> _Flow:
-    ys = [y for y in scan.ys if not isinstance(y, DropVar)]
+    ys = [y for y in scan.ys if not isinstance(y, DropVar) and y.aval.shape[0] == scan.length]
     flow = _Flow({y: Rows(0) for y in ys}, {y: 1 << i for i, y in enumerate(ys)})
     later = {*scan.carry, *scan.ys}  # all that cannot be known before the scan has run
     of_rows = {*scan.ys}
@@ -414,14 +474,14 @@ def _flow(eqns: Sequence[Equation], scan: Scan, at: int, claimed: Set[int]) -> _
         shape, dim = rows[0].aval.shape, flow.dims[rows[0]]
         known = {v: d for v in ins if v not in later and (d := rows_like(v.aval, shape, dim.dim)) is not None}
         if any(flow.known.get(v, d) != d for v, d in known.items()) or (known and dim.per_row > 1):
-            flow.blocked.update(dict.fromkeys(rows, located("its rows are merged", eqn)))
+            flow.blocked.update(dict.fromkeys(rows, located(MERGED, eqn)))
             continue
         dims = [None if isinstance(v, Literal) else flow.dims.get(v, known.get(v)) for v in eqn.invars]
         try:
             out, _ = rule_of(eqn, dims, Where(scan.length, shape, dim.dim))
         except Dependent as why:
             if eqn.primitive.name not in _HEAVY:
-                why = located(f"its update does not keep layers apart: {why}", eqn)
+                why = located(f"its update does not keep layers apart: {why}; keep it on the device with select=", eqn)
                 flow.blocked.update(dict.fromkeys(rows, why))
             continue
         if any(d is None for d in out):
@@ -435,6 +495,14 @@ def _flow(eqns: Sequence[Equation], scan: Scan, at: int, claimed: Set[int]) -> _
             elif d is not None:
                 flow.dims[v] = d
     return flow
+
+
+def _groups(eqn: Equation, groups: Var, layers: Sequence[Atom]) -> bool:
+    """Whether an equation only divides or merges the first dimension of stacked layers."""
+    shape = groups.aval.shape
+    if eqn.primitive.name != "reshape" or len(shape) < 2:
+        return False
+    return layers[0].aval.shape == (shape[0] * shape[1], *shape[2:])
 
 
 def made_by(eqns: Sequence[Equation]) -> Makers:
@@ -463,7 +531,7 @@ def closure(makers: Makers, wanted: Mapping[Var, Rows | None], dims_of: DimsOf) 
             if isinstance(v, Literal):
                 continue
             if needed.setdefault(v, d) != d:
-                raise CannotHoist("an array is used with its rows in two places")
+                raise CannotHoist("an array is used with its layers in two dimensions; take them from one")
             if v in makers and makers[v][0] not in todo:
                 k, maker = makers[v]
                 todo[k] = maker

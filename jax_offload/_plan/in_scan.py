@@ -7,12 +7,12 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from jax.sharding import NamedSharding
 
 from jax_offload._base.arrays import nbytes
-from jax_offload._base.jaxprs import DropVar, Equation, Scan, flops, variables
+from jax_offload._base.jaxprs import DropVar, Equation, Literal, Scan, flops, variables
 from jax_offload._base.memory import is_host_aval
 from jax_offload._ir.program import Program, Var, flat
 from jax_offload._ir.slices import Slice, consecutive, slice_of
@@ -25,6 +25,50 @@ Groups = Sequence[Sequence[Var]]
 
 class CannotHoist(Exception):
     """An update does not move; the message says why."""
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Nest:
+    """A scan over groups of layers, whose iteration holds a scan over the layers of a group.
+
+    Attributes:
+      outer: the scan over groups.
+      inner: the scan over layers, which makes the gradients; these are named as the flattened scan's.
+      body: the iteration of the outer scan.
+      before, after: the equations of the body on either side of the inner scan.
+      layers: operands and results of the outer scan, whose rows are groups -> the same with one row for each layer.
+      grouping, merging: the equations between the two, before the outer scan and behind it.
+    """
+
+    outer: Scan
+    inner: Scan
+    body: Program
+    before: Slice
+    after: Slice
+    layers: Mapping[Var, Var]
+    grouping: Sequence[Equation]
+    merging: Sequence[Equation]
+
+    @property
+    def handed_on(self) -> dict[int, int]:
+        """Number of one of the inner ``xs`` -> of the outer one whose groups it is."""
+        inputs = self.body.inputs[len(self.body.inputs) - len(self.outer.xs) :]
+        number = {v: k for k, v in enumerate(inputs)}
+        return {j: number[x] for j, x in enumerate(self.inner.xs) if not isinstance(x, Literal) and x in number}
+
+    def hands_on(self, xs: Iterable[int]) -> bool:
+        """Whether nothing but the inner scan, row by row, reads these of the outer ``xs``."""
+        first = len(self.body.inputs) - len(self.outer.xs)
+        read = {*self.before.inputs, *self.after.inputs, *variables([*self.inner.consts, *self.inner.init])}
+        handed_on = {*self.handed_on.values()}
+        return all(k in handed_on and self.body.inputs[first + k] not in read for k in xs)
+
+    @property
+    def flattened(self) -> Scan:
+        """The outer scan, as if it ran over the layers."""
+        xs = [v if isinstance(v, Literal) else self.layers.get(v, v) for v in self.outer.xs]
+        ys = [self.layers.get(v, v) for v in self.outer.ys]
+        return dataclasses.replace(self.outer, xs=xs, ys=ys, length=self.outer.length * self.inner.length)
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
@@ -42,6 +86,7 @@ class InScan:
       fed: number of one of the scan's ``xs`` -> the result of an update whose rows it has.
       reread: number of one of the scan's ``xs`` -> how its rows are made of rows of parameters, where these are on the
         host, or where the scan overwrites them.
+      nest: where the updates are in a scan inside the scan, both; ``scan`` is the outer one, flattened.
     """
 
     scan: Scan
@@ -52,6 +97,7 @@ class InScan:
     feeds: frozenset[Var] = frozenset()
     fed: Mapping[int, Var] = dataclasses.field(default_factory=dict[int, Var])
     reread: Mapping[int, Planned] = dataclasses.field(default_factory=dict[int, Planned])
+    nest: Nest | None = None
 
     def __repr__(self) -> str:  # a jaxpr prints its parameters
         return f"InScan({len(self.moves)} slices)"
@@ -68,7 +114,8 @@ class InScan:
         """The scan, and the updates of whole leaves before or after it: what the rewritten scan stands for."""
         again = [eqn for each in self.reread.values() for eqn in each.slice.jaxpr.eqns]
         moved = [*{tuple(eqn.outvars): eqn for move in self.moves for eqn in move.slice.jaxpr.eqns}.values()]
-        eqns = [*again, *moved, self.scan.eqn] if self.ahead else [*again, self.scan.eqn, *moved]
+        scan = [*self.nest.grouping, self.scan.eqn, *self.nest.merging] if self.nest else [self.scan.eqn]
+        eqns = [*again, *moved, *scan] if self.ahead else [*again, *scan, *moved]
         return slice_of(eqns, self.makes, self.scan.body.jaxpr.debug_info, {})
 
     @property
@@ -167,7 +214,7 @@ class InScan:
         With three equal leaves, such as masters and two moments, two would go one way while one goes the other. What is
         only loaded takes all of the iteration.
         """
-        body = flat(self.scan.body, opens=lambda _: True)
+        body = flat((self.nest.inner if self.nest else self.scan).body, opens=lambda _: True)
         if not self.moves:
             found = phases(body, [1])
             assert found is not None  # of one there always is

@@ -4,18 +4,22 @@
 - A loop that takes its layers by their numbers, and sums their gradients up, becomes a scan over stacked layers.
 - Rows that a scan loads from host memory, or stores there, move as a whole before it, or after it.
 - A scan over layers that the step itself has stacked becomes the layers one after the other.
+- Two scans over the same layers, of which none needs the other, become one scan.
+- An update of gradients that a ``shard_map`` makes moves into it.
 - Updates in a branch become one that always runs, and chooses between the results of all branches.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Mapping, Sequence, Set
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
 
 from jax_offload._base.jaxprs import (
     REFERENCES,
@@ -27,10 +31,12 @@ from jax_offload._base.jaxprs import (
     branches_of,
     closed,
     effects_of,
+    holds,
     jax_fun,
     jaxpr_of,
     run_equation,
     scan_of,
+    sharded_like,
     values_of,
     variables,
     without_dead_code,
@@ -38,13 +44,15 @@ from jax_offload._base.jaxprs import (
 from jax_offload._base.memory import is_host_aval, on_device_aval, to_device, to_host
 from jax_offload._base.own_primitives import MARK
 from jax_offload._base.private import without_references
+from jax_offload._base.shardings import names_in, typed_sharding
 from jax_offload._emit.find import holds_update, is_update
-from jax_offload._emit.region import Update
+from jax_offload._emit.region import Update, bound
 from jax_offload._ir.branches import choice
-from jax_offload._ir.primitives import ELEMENTWISE, PLACED, SHAPES, is_cheap
+from jax_offload._ir.primitives import ELEMENTWISE, PLACED, SHAPES, is_cheap, is_loop
 from jax_offload._ir.program import (
     Builder,
     Program,
+    as_program,
     flat,
     is_load,
     is_store,
@@ -55,7 +63,7 @@ from jax_offload._ir.program import (
 )
 from jax_offload._ir.propagate import needed_for
 from jax_offload._ir.slices import Slice, slice_of
-from jax_offload._step.inlined import consisting_of, equation_of, joined, localised
+from jax_offload._step.inlined import consisting_of, equation_of, joined, localised, with_program
 
 _MOST_UNROLLED = 256
 
@@ -65,7 +73,7 @@ def canonical(program: Program) -> Program:
     program = rebuilt(always_updating(dereferenced(program)), _on_the_device)
     for at in [k for k, eqn in enumerate(program.eqns) if eqn.primitive.name == "scan"][::-1]:
         program = _moved_as_a_whole(_by_rows(program, at), at)
-    return _unrolled(program)
+    return _joined(_unrolled(program))
 
 
 def dereferenced(program: Program, *, any_jit: bool = False) -> Program:
@@ -73,6 +81,108 @@ def dereferenced(program: Program, *, any_jit: bool = False) -> Program:
     if not any(type(effect) in effects_of(REFERENCES) for effect in program.effects):
         return program
     return flat(without_references(program.closed), any_jit=any_jit)
+
+
+# Updates behind a shard_map -----------------------------------------------------------------------------------------
+
+
+def inside_shard_maps(program: Program) -> Program:
+    """Move updates into the ``shard_map`` that makes their gradients, where each device has whole parameters."""
+    for at, eqn in enumerate(program.eqns):
+        if eqn.primitive.name == "shard_map" and (moved := _after_shard_map(program, at)):
+            return _moved_inside(program, at, moved)
+    return program
+
+
+def _after_shard_map(program: Program, at: int) -> list[Equation]:
+    """Find the updates of the gradients that a ``shard_map`` makes, and the equations between them and it.
+
+    All of them compute the same on every device, from values that are whole there.
+    """
+    this = program.eqns[at]
+    manual: Set[str] = this.params["newly_manual_axes"]
+    divided = {v for v, spec in zip(this.outvars, this.params["out_specs"], strict=True) if any(spec)}
+    if manual != {*this.params["mesh"].axis_names} or any(typed_sharding(v.aval) for v in this.outvars):
+        return []
+    made, stays, found = {*this.outvars} - divided, divided, list[Equation]()
+    for eqn in program.eqns[at + 1 :]:
+        ins = {*variables(eqn.invars)}
+        moves = _is_whole(eqn.params["update"], manual) if is_update(eqn) else is_cheap(eqn)
+        if not stays.isdisjoint(ins) or (not made.isdisjoint(ins) and (eqn.effects or not moves)):
+            stays.update(eqn.outvars)
+        elif not made.isdisjoint(ins):
+            made.update(eqn.outvars)
+            found.append(eqn)
+    return needed_for(found, {v for eqn in found if is_update(eqn) for v in eqn.outvars})[0]
+
+
+def _is_whole(update: Update, manual: Set[str]) -> bool:
+    """Whether each device is known to have all of an update's operands whole."""
+    for claim in update.claims:
+        specs = [s.spec if isinstance(s, NamedSharding) else None for s in claim.options.shardings.values()]
+        if claim.options.partitions or claim.options.unknown or not specs or None in specs:
+            return False
+        if any(not manual.isdisjoint(names_in(entry)) for spec in specs for entry in spec or ()):
+            return False
+    return not update.driven
+
+
+def _moved_inside(program: Program, at: int, moved: Sequence[Equation]) -> Program:
+    """Return the program with equations behind the ``shard_map`` at equation ``at`` inside of it."""
+    this, gone = program.eqns[at], {*map(id, moved)}
+    # what it has whole as an operand is no second one, or new parameters could not overwrite the old ones
+    whole = {v: k for k, (v, spec) in enumerate(zip(this.invars, this.params["in_specs"], strict=True))
+             if isinstance(v, Var) and not any(spec)}  # fmt: skip
+    there = {*whole, *(v for eqn in (this, *moved) for v in eqn.outvars)}
+    others = list(dict.fromkeys(v for eqn in moved for v in variables(eqn.invars) if v not in there))
+    read = {*variables(program.outputs)}
+    read.update(v for eqn in program.eqns if id(eqn) not in gone for v in variables(eqn.invars))
+    kept = [v in read for v in this.outvars]
+    results = [v for eqn in moved for v in eqn.outvars if v in read]
+    body = jax_fun(closed(this.params["jaxpr"]))
+
+    def run(*operands: Any) -> list[Any]:
+        n = len(this.invars)
+        env = dict(zip(this.outvars, own := body(*operands[:n]), strict=True))
+        env.update({v: operands[k] for v, k in whole.items()} | dict(zip(others, operands[n:], strict=True)))
+        for eqn in moved:
+            given = values_of(env, eqn.invars)
+            update = eqn.params.get("update") if is_update(eqn) else None
+            made = run_equation(eqn, given, eqn.params) if update is None else bound(_retraced(update, given), given)
+            env.update(zip(eqn.outvars, made, strict=True))
+        return [*itertools.compress(own, kept), *values_of(env, results)]
+
+    specs = [*itertools.compress(this.params["out_specs"], kept)]
+    this_one = this.replace(params=this.params | {"out_specs": specs})
+    around = sharded_like(this_one, run, [PartitionSpec()] * len(others), [PartitionSpec()] * len(results))
+    before, _ = needed_for(program.eqns[at + 1 :], others)
+    first = {*map(id, before)} - gone
+    new = Builder([*program.eqns[:at], *(eqn for eqn in before if id(eqn) in first)])
+    operands = [*this.invars, *others]
+    inside = new.call(traced_for(this.replace(invars=operands), around), operands)
+    new.names.update(zip([*itertools.compress(this.outvars, kept), *results], inside, strict=True))
+    for eqn in program.eqns[at + 1 :]:
+        if id(eqn) not in gone | first:
+            new.put(eqn)
+    return dataclasses.replace(program, eqns=new.eqns, outputs=new.read(program.outputs))
+
+
+def _retraced(update: Update, given: Sequence[Any]) -> Update:
+    """Return an update for the inside of a ``shard_map``, where types differ and nothing divides values further."""
+    old = update.program
+
+    def run(*operands: Any) -> list[Any]:
+        env = dict(zip(old.inputs, [*old.consts, *operands], strict=True))
+        for eqn in old.eqns:
+            values = values_of(env, eqn.invars)
+            placed = eqn.primitive.name == "sharding_constraint"
+            env.update(zip(eqn.outvars, values if placed else run_equation(eqn, values, eqn.params), strict=True))
+        return values_of(env, old.outputs)
+
+    new = as_program(jaxpr_of(run, *given)[0])
+    names = dict(zip(update.operands, new.inputs[len(new.consts) :], strict=True))
+    names |= {v: x for v, x in zip(old.outputs, new.outputs, strict=True) if isinstance(v, Var)}
+    return dataclasses.replace(with_program(update, new, names), manual=True, take_turns=False)
 
 
 # Updates in branches -----------------------------------------------------------------------------------------------
@@ -378,13 +488,10 @@ def _without_loads(body: Program, on_device: Mapping[Var, Var]) -> Builder | Non
 
 def _unrolled(program: Program) -> Program:
     """Unroll the scans over stacks of parameters. Scans over stacks of batches stay."""
-    layers = {v for eqn in program.eqns if is_update(eqn) for v in variables(eqn.invars)} & {*program.inputs}
-    stacks = set[Var]()
+    layers, stacks = _layers(program), set[Var]()
     for eqn in program.eqns:
-        if eqn.primitive.name == "convert_element_type" and _all_in(eqn, layers):
-            layers.update(eqn.outvars)
-        elif eqn.primitive.name == "stack" and eqn.params["axis"] == 0 and len(eqn.invars) <= _MOST_UNROLLED:
-            stacks.update(eqn.outvars if _all_in(eqn, layers) else ())
+        if eqn.primitive.name == "stack" and eqn.params["axis"] == 0 and len(eqn.invars) <= _MOST_UNROLLED:
+            stacks.update(eqn.outvars if all(isinstance(v, Var) and v in layers for v in eqn.invars) else ())
     if not any(eqn.primitive.name == "scan" and not stacks.isdisjoint(variables(eqn.invars)) for eqn in program.eqns):
         return program
     rows: dict[Atom, list[Atom]] = {}  # a stack -> its rows, which are read instead
@@ -414,5 +521,67 @@ def _unrolled(program: Program) -> Program:
     return rebuilt(program, rule)
 
 
-def _all_in(eqn: Equation, known: Set[Var]) -> bool:
-    return all(isinstance(v, Var) and v in known for v in eqn.invars)
+def _layers(program: Program) -> dict[Var, Var]:
+    """Map the arguments of the step that an update reads, and casts of them, to the arguments."""
+    read = {v for eqn in program.eqns if is_update(eqn) for v in variables(eqn.invars)}
+    found = {v: v for v in program.inputs if v in read}
+    for eqn in program.eqns:
+        if eqn.primitive.name == "convert_element_type" and isinstance(v := eqn.invars[0], Var) and v in found:
+            found[eqn.outvars[0]] = found[v]
+    return found
+
+
+# Two scans over the same layers ------------------------------------------------------------------------------------
+
+
+def _joined(program: Program) -> Program:
+    """Join each scan with the next loop, if both run over the rows of one array and neither needs the other.
+
+    Two passes through one network become one, as in a siamese network, or for the chosen and the rejected answers of
+    DPO. One iteration then computes for as long as both, and makes the sum of both gradients.
+    """
+    loops = [at for at, eqn in enumerate(program.eqns) if holds(eqn, is_loop)]
+    joined = (_both(program, at, after) for at, after in itertools.pairwise(loops))
+    both = next((each for each in joined if each is not None), None)
+    return program if both is None else _joined(both)
+
+
+def _both(program: Program, at: int, after: int) -> Program | None:
+    """Return the program with one scan in place of the scans ``at`` and ``after``; ``None`` if they are not alike."""
+    eqns = program.eqns
+    one, other = scan_of(eqns[at]), scan_of(eqns[after])
+    if one is None or other is None:
+        return None
+    if (one.length, one.reverse, one.unroll) != (other.length, other.reverse, other.unroll):
+        return None
+    layers = _layers(program)
+    read, also_read = ({layers[v] for v in variables(scan.xs) if v in layers} for scan in (one, other))
+    before, _ = needed_for(eqns[at:after], variables(eqns[after].invars))
+    moved = {*map(id, before)}
+    if read.isdisjoint(also_read) or id(eqns[at]) in moved:
+        return None
+    if any(eqn.effects for eqn in (*before, eqns[at], eqns[after])):
+        return None
+    run_one, run_other = jax_fun(one.body), jax_fun(other.body)
+    operands = [*eqns[at].invars, *eqns[after].invars]
+    n, m, k = len(eqns[at].invars), len(one.init), len(one.ys)
+
+    def run(*given: Any) -> list[Any]:
+        (consts, init, xs), (more, after_init, rows) = one.parted(given[:n]), other.parted(given[n:])
+
+        def body(*args: Any) -> list[Any]:
+            carry, row = args[: m + len(after_init)], args[m + len(after_init) :]
+            made = run_one(*consts, *carry[:m], *row[: len(xs)])
+            also = run_other(*more, *carry[m:], *row[len(xs) :])
+            return [*made[:m], *also[: len(after_init)], *made[m:], *also[len(after_init) :]]
+
+        carry, ys = one.run(body, [], [*init, *after_init], [*xs, *rows])
+        return [*carry[:m], *ys[:k], *carry[m:], *ys[k:]]
+
+    new = Builder([*eqns[:at], *before])
+    results = new.call(traced_for(eqns[at].replace(invars=operands), run), operands)
+    new.names.update(zip([*eqns[at].outvars, *eqns[after].outvars], results, strict=True))
+    for eqn in eqns[at + 1 :]:
+        if eqn is not eqns[after] and id(eqn) not in moved:
+            new.put(eqn)
+    return dataclasses.replace(program, eqns=new.eqns, outputs=new.read(program.outputs))

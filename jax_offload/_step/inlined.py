@@ -81,6 +81,14 @@ def localised(eqn: Equation) -> Update:
     new = Builder(names=dict(zip(recipe.inputs, eqn.invars, strict=True)))
     results = zip(variables(recipe.outputs), eqn.outvars, strict=True)
     new.copy(*recipe.eqns, results={v: x for v, x in results if not isinstance(x, DropVar)})
+    inputs = list(dict.fromkeys(variables(new.read(recipe.inputs))))
+    program = dataclasses.replace(recipe, inputs=inputs, outputs=new.read(recipe.outputs), eqns=new.eqns)
+    return with_program(update, program, new.names)
+
+
+def with_program(update: Update, program: Program, names: dict[Var, Atom]) -> Update:
+    """Return an update with another program. ``names``: the values of it that stand for the update's own."""
+    new = Builder(names=names)
 
     def local(leaves: Iterable[Var]) -> frozenset[Var]:
         return frozenset(variables(new.read(v for v in leaves if v in new.names)))
@@ -88,15 +96,11 @@ def localised(eqn: Equation) -> Update:
     def by_variable(known: Mapping[Var, T]) -> dict[Var, T]:
         return {x: fact for v, fact in known.items() if isinstance(x := new.names.get(v), Var)}
 
-    inputs = list(dict.fromkeys(variables(new.read(recipe.inputs))))
     gradients = dict.fromkeys(variables(new.read(update.gradients)))
     olds = by_variable({v: new.names.get(old) for v, old in update.next_values.items()})
-    program = dataclasses.replace(
-        recipe, inputs=inputs, outputs=new.read(recipe.outputs), eqns=new.eqns, shards=by_variable(recipe.shards)
-    )
     return dataclasses.replace(
         update,
-        program=program,
+        program=dataclasses.replace(program, shards=by_variable(update.program.shards)),
         gradients=tuple(gradients),
         names=by_variable(update.names),
         rank=by_variable(update.rank),

@@ -27,6 +27,10 @@ from jax_offload._plan.plan import Gate, Planned, Whole, Window
 from jax_offload._step.canonical import canonical
 from jax_offload._step.inlined import Inlined, consisting_of, inlined, opened
 
+AHEAD = (
+    "a number made of all of its state, or of all rows of a leaf, takes a pass of its own, ahead; keep leaves on the "
+    "device with fraction="
+)
 IN_A_SHARD_MAP = "its gradients are made inside a shard_map; call the update inside the same shard_map"
 
 
@@ -240,12 +244,12 @@ def _pieces(rest: Update) -> list[Node]:
     """
     update = dataclasses.replace(rest, gated=True)
     if len(update.passes) != 1:
-        raise CannotHoist("a number made of all of its state, or of all rows of a leaf, takes a pass of its own, ahead")
+        raise CannotHoist(AHEAD)
     (only,) = update.passes
     if only.in_own_loop:
-        raise CannotHoist(f"it runs in a loop of its own, {only.slices[0].window.own_loop}")
+        raise CannotHoist(f"it runs in a loop of its own, {only.slices[0].window.own_loop}; scan over stacked layers")
     if any(eqn.effects for eqn in update.program.eqns):
-        raise CannotHoist("it has effects, such as a callback")
+        raise CannotHoist("it has effects, such as a callback; call back from the step, not from the optimizer")
     window = only.slices[0].window if only.slices else Window(0, "nothing moves")
     apart = [s for s in only.first if isinstance(s, Slice)]
     first = [Planned(s, Whole(), window, tuple(v for v in s.outputs if v in update.next_values)[:1]) for s in apart]
@@ -269,9 +273,9 @@ def peeled(program: Program, at: int, *, first: bool = False) -> Program:
     if scan is None or not scan.length:
         raise CannotHoist("it has no iterations")
     if eqn.effects:
-        raise CannotHoist("it has effects, such as a callback, whose order would change")
+        raise CannotHoist("it has effects, such as a callback, whose order would change; call back after the scan")
     if any(is_host_aval(v.aval) for v in (*scan.xs, *scan.ys)):
-        raise CannotHoist("it reads or makes rows in host memory, which would be copied there")
+        raise CannotHoist("it reads or makes rows in host memory, which would be copied there; load them before it")
     body = jax_fun(scan.body)
     in_front = first != scan.reverse  # which row the iteration has
     others, apart = (slice(1, None), 0) if in_front else (slice(-1), -1)

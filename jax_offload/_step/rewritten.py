@@ -43,7 +43,7 @@ from jax_offload._ir.propagate import Node
 from jax_offload._ir.slices import Slice
 from jax_offload._plan.in_scan import InScan
 from jax_offload._plan.plan import Gate, Planned
-from jax_offload._step.canonical import canonical
+from jax_offload._step.canonical import canonical, inside_shard_maps
 from jax_offload._step.checked import CannotRewrite, check_order, same_memory, tell, unreturned
 from jax_offload._step.cut import unguarded
 from jax_offload._step.inlined import equation_of
@@ -67,7 +67,8 @@ def rewritten(closed: ClosedJaxpr) -> ClosedJaxpr:
     if lost is not None:
         return _saying(closed, [lost.why])
     try:
-        plain = canonical(unguarded(program))
+        whole = inside_shard_maps(program)
+        plain = canonical(unguarded(whole))
         found = None if ordered(plain.effects) else parts_of(_noted_inside(plain))
         if found is not None and found.moved:
             return _put_together(found).closed
@@ -75,7 +76,7 @@ def rewritten(closed: ClosedJaxpr) -> ClosedJaxpr:
         return _saying(closed, [tell("the step runs as written, and hides no transfers", fault)])
     if found is not None:
         return _saying(closed, found.stays)
-    return _by_step(program) or _saying(closed, _why_not(program))
+    return _by_step(whole) or _saying(closed, _why_not(program))
 
 
 def is_driven(closed: ClosedJaxpr) -> bool:
@@ -181,7 +182,8 @@ def _saying(closed: ClosedJaxpr, why: Iterable[str], but: Set[int] = frozenset()
 def _noted_inside(program: Program) -> Program:
     """Return a step with an update of its own and others in branches or loops, which then say why they stay there."""
     own = frozenset(id(eqn.params["update"]) for eqn in program.eqns if is_update(eqn))
-    why = _inside("another update runs in a {} of the step, and stays there", program)
+    words = "another update runs in a {} of the step, and stays there; call it outside, and choose with skip="
+    why = _inside(words, program)
     return flat(_saying(program.closed, why, own)) if own and why else program
 
 
@@ -223,5 +225,6 @@ def _why_not(program: Program) -> Iterable[str]:
     if any(map(holds_update, program.eqns)) and (names := ordered(program.effects)):
         whose = "" if only_callbacks(program.effects) else f"of mutable arrays or checks ({', '.join(names)}) "
         having = next(eqn for eqn in program.eqns if ordered(eqn.effects))
-        return [located(f"the step has effects {whose}whose order would be lost", having)]
-    return _inside("it runs in a {} of the step, and only what each step runs once moves", program)
+        return [located(f"the step has effects {whose}whose order would be lost; use unordered ones", having)]
+    words = "it runs in a {} of the step, and only what each step runs once moves; call jo.jit of a single step"
+    return _inside(words, program)

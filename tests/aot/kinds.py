@@ -422,6 +422,7 @@ KINDS = [
     Kind("a target network", with_a_target),
     Kind("optax.partition around two offloads", partitioned),
     Kind("a stack reshaped for a nested scan", one(loss_of(nested))),
+    Kind("a stack reshaped for a nested scan, clipped", one(loss_of(nested), inner=CLIPPED), "pipelined"),
     Kind("layers stacked in the step", one(loss_of(stacked_in_the_step), MATRICES)),
     Kind("one stack in two scans, as in DPO", one(loss_of(siamese))),
     Kind("a scan over pairs of layers", one(loss_of(of_two_kinds), {"a": STACK, "b": STACK})),

@@ -16,6 +16,8 @@ from jax.sharding import PartitionSpec as P
 import jax_offload as jo
 from tests.support.steps import (
     ADAMW,
+    CLIPPED,
+    IN_FORWARD,
     LAYERS,
     WIDTH,
     all_moved,
@@ -196,13 +198,35 @@ def _backwards(kept, g):
 
 by_hand.defvjp(_forwards, _backwards)
 
+
+def scanned(w, x):
+    return jax.lax.scan(lambda x, w: (layer(x, w), None), x, w)[0]
+
+
+def in_groups(w, x, remat=jax.checkpoint, scale=None):
+    """The stack, reshaped in the step; with ``scale`` the scan over groups changes the layers."""
+
+    def group(x, ws):
+        return scanned(ws if scale is None else scale * ws, x) + (0 if scale is None else ws.mean()), None
+
+    return jax.lax.scan(remat(group), x, w.reshape(2, -1, *w.shape[1:]))[0]
+
+
+def returning_gradients(tx):
+    def step(params, state, batch):
+        grads = jax.grad(lambda p: (in_groups(p["layers"], batch["x"]) ** 2).mean())(params)
+        return *jo.update_params(tx, grads, state, params), grads["layers"]
+
+    return step
+
+
 STEPS = {  # whether the update of the stack moves, or why it does not
     "printing": (printing, True),
     "printing in layers": (printing_in_layers, True),
     "reading after the update": (reading_after, True),
     "a mutable array": (with_a_ref, True),
     "another loop": (through_a_tower, True),
-    "raveled gradients": (raveling, "its rows are merged"),
+    "raveled gradients": (raveling, "merges its layers with other dimensions; scan over"),
     "another update in a cond": (another_in_a_cond, "another update runs in a cond of the step, and stays there"),
     "inside of a jit": (inside_jit, "it runs in a loop of its own, as pieces this small hide little"),  # the head
     "several steps in one": (in_a_loop, True),
@@ -212,6 +236,13 @@ STEPS = {  # whether the update of the stack moves, or why it does not
     "backwards by their number": (of_network(lambda w, x: by_number(w, x, lambda k: LAYERS - 1 - k)), False),
     "layers by a given number": (of_network(by_a_given_number), False),
     "a backward pass by hand": (of_network(by_hand), False),
+    "two passes at once": (of_network(lambda w, x: scanned(w, x) * scanned(w, x[::-1])), True),
+    "two passes of casts": (of_network(lambda w, x: scanned(w * 1, x) - scanned(w.astype(jnp.bfloat16), x)), True),
+    "groups of layers": (of_network(in_groups), True),
+    "groups of layers, by hand": (of_network(functools.partial(in_groups, remat=lambda f: f)), True),
+    "groups of layers, scaled": (of_network(functools.partial(in_groups, scale=2.0)), "merges its layers"),
+    "groups of layers, gradients returned": (returning_gradients, True),
+    "one pass after the other": (of_network(lambda w, x: scanned(w, scanned(w, x))), True),
 }
 
 
@@ -224,6 +255,45 @@ def test_the_numbers_are_those_of_the_plain_step(name):
         assert all_moved(table), table
     else:
         assert table.stays and (expected or "") in " ".join(table.stays)
+
+
+@OLDEST
+@pytest.mark.parametrize("kind", ["checkpointed", "as they are", "read outside of the inner scan"])
+def test_groups_of_layers_read_the_new_parameters(kind):
+    """The pending update runs in the inner scan, if nothing else in the scan over groups reads its layers."""
+
+    def read_twice(w, x):
+        group = lambda x, ws: (scanned(ws, x) + ws.mean(), None)  # noqa: E731
+        return jax.lax.scan(group, x, w.reshape(2, -1, *w.shape[1:]))[0]
+
+    once = in_groups if kind == "checkpointed" else functools.partial(in_groups, remat=lambda f: f)
+    make = of_network(read_twice if "outside" in kind else once)
+    table = assert_as_plain(make, offloaded(CLIPPED), CLIPPED, jo.pipelined)
+    assert ("reads them outside of the scan inside it" in " ".join(table.stays)) == ("outside" in kind), table.stays
+    assert all_moved(table, IN_FORWARD) == ("outside" not in kind)
+
+
+@OLDEST
+@pytest.mark.parametrize("how", ["siamese", "one batch after the other"])
+def test_two_passes_are_one_loop_where_both_are_alive_at_once(how):
+    """Of two batches whose gradients are added, the second one begins when the first one's activations are gone."""
+
+    def of_both(w, x):
+        return (scanned(w, x) * scanned(w, 2 * x)).mean()
+
+    def gradients(w, x):
+        if how == "siamese":
+            return jax.grad(of_both)(w, x)
+        first, second = (jax.grad(lambda w, x: (scanned(w, x) ** 2).mean())(w, x) for x in (x, 2 * x))
+        return first + second
+
+    def step(params, state, x):
+        return jo.update_params(tx, {"layers": gradients(params["layers"], x["x"])}, state, params)
+
+    tx, params = offloaded(ADAMW), {"layers": parameters()["layers"]}
+    assert all_moved(placement(jo.jit(step), tx, params=params))
+    text = jo.jit(step).lower(params, tx.init(params), batch(0)).as_text()
+    assert text.count("stablehlo.while") == (2 if how == "siamese" else 4)
 
 
 @OLDEST
@@ -446,22 +516,42 @@ def test_a_step_inside_a_shard_map(how):
 
 
 @OLDEST
-def test_gradients_from_a_shard_map_say_where_to_update():
-    mesh = Mesh(np.array(jax.devices()[:4]), ("data",))
-    params = jax.device_put(parameters(), NamedSharding(mesh, P()))
+@pytest.mark.parametrize("how", ["", "check_vma", "two updates", "divided", "divided state"])
+def test_gradients_from_a_shard_map(how):
+    """An update outside of it moves inside, if each device has all of the gradients and of the state."""
+    mesh, tx = Mesh(np.array(jax.devices()[:4]), ("data",)), offloaded(ADAMW)
+    check_vma, scatter = how == "check_vma", functools.partial(jax.lax.psum_scatter, scatter_dimension=1, tiled=True)
 
     def local(params, x):
-        return jax.lax.pmean(jax.grad(loss_of)(params, x), "data")
+        value, grads = jax.value_and_grad(lambda w: (scanned(w, x) ** 2).mean())(params["layers"])
+        if not check_vma:
+            grads = (scatter if how == "divided" else jax.lax.psum)(grads, "data")
+        seen = x[:, :1] * 2  # divided
+        return jax.lax.pmean(value, "data"), {"layers": grads / 4}, seen
 
-    tx = offloaded(ADAMW)
+    def make(tx):
+        out_specs = P(), P(None, "data") if how == "divided" else P(), P("data")
+        grads_of = jax.shard_map(local, mesh=mesh, in_specs=(P(), P("data")), out_specs=out_specs, check_vma=check_vma)
 
-    @jo.jit
-    def step(params, state, x):
-        grads = jax.shard_map(local, mesh=mesh, in_specs=(P(), P("data")), out_specs=P(), check_vma=False)(params, x)
-        return jo.update_params(tx, grads, state, params)
+        def step(params, state, x):
+            value, grads, seen = grads_of(params, x)
+            for _ in range(2 if how == "two updates" else 1):
+                updates, state = tx.update(jax.tree.map(lambda g: 2 * g, grads), state, params)
+                params = optax.apply_updates(params, updates)
+            return params, state, (value, params["layers"].mean(), seen.sum() + params["layers"].sum())
 
-    (why,) = placement(step, tx, params=params).stays
-    assert why.startswith("its gradients are made inside a shard_map; call the update inside the same shard_map (at ")
+        return step
+
+    where = P(None, "data") if how == "divided state" else P()
+    params = {"layers": jax.device_put(parameters()["layers"], NamedSharding(mesh, where))}
+    batches = [jax.device_put(batch(k)["x"], NamedSharding(mesh, P("data"))) for k in range(3)]
+    if "divided" in how:
+        (why,) = placement(jo.jit(make(tx)), tx, batches[0], params=params).stays
+        assert why.startswith("its gradients are made inside a shard_map; call the update inside the same shard_map (")
+        return
+    table = assert_as_plain(make, tx, ADAMW, params=params, batches=batches)
+    if how != "two updates" and not (check_vma and jax.__version_info__ < (0, 11)):
+        assert all_moved(table), table.stays
 
 
 # ---- lowered programs

@@ -64,7 +64,7 @@ def configured(folder, **options):
         "enable_checkpointing": False, "enable_goodput_recording": False, "monitor_goodput": False,
         "skip_jax_distributed_system": True, "ici_fsdp_parallelism": 8,
     }  # fmt: skip
-    return pyconfig.initialize(["train.py", str(base)], **run, **small, **options)
+    return pyconfig.initialize(["train.py", str(base)], **run | small | options)
 
 
 def patched(module, *edits):

@@ -26,8 +26,9 @@ F32, I32 = jnp.float32, jnp.int32
 
 
 def whole_numbers(dtype):
-    """Whole numbers that are not in order."""
-    return jnp.asarray(np.arange(ROWS * COLUMNS).reshape(ROWS, COLUMNS) * 7 % 11 - 4, dtype)
+    """Whole numbers that are not in order; the last chunk has the largest, and not the smallest."""
+    mixed = np.arange(ROWS * COLUMNS).reshape(ROWS, COLUMNS) * 7 % 11 - 4
+    return jnp.asarray(mixed + np.arange(ROWS)[:, None] // 16, dtype)
 
 
 def between_0_and_1(dtype):
