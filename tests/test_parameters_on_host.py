@@ -300,3 +300,16 @@ def test_clipped_and_pipelined(form, gradients):
     assert_close(got, want, 1e-5)
     assert kinds(got[0]) == [DEVICE, HOST]
     assert kinds(got[1]) == kinds(tx.init(params))
+
+
+def test_a_type_that_says_the_device():
+    """A jit whose ``out_shardings`` put an array into host memory types it as on the device: a warning with the cure."""
+    sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    there = jax.jit(lambda: jnp.full((4, 128, 128), 0.01), out_shardings=sharding.with_memory_kind(HOST))
+    params = {"layers": there(), "head": jax.device_put(jnp.ones((128, 8)), sharding)}
+    x, tx = jax.device_put(jnp.ones((8, 128)), sharding), jo.offload(ADAMW)
+    old, step = (trained(tx, functools.partial(loss_of, plain), "update_params") for _ in range(2))
+    with pytest.warns(UserWarning, match=r"params\['layers'\] is in host memory, and jax types it.*jo\.to_host"):
+        jo.jit(old, donate_argnums=(0, 1))(params, tx.init(params), x)
+    params = jo.to_host({"layers": there(), "head": jax.device_put(jnp.ones((128, 8)), sharding)})
+    assert kinds(jo.jit(step, donate_argnums=(0, 1))(params, tx.init(params), x)[0]) == [DEVICE, HOST]

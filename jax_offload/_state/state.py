@@ -171,7 +171,7 @@ def _in_host_memory(x: Any) -> Any:
         return x
     if isinstance(x, jax.ShapeDtypeStruct):
         return x if x.sharding is None else x.update(sharding=memory.with_kind(x.sharding, memory.HOST_KIND))
-    return memory.to_host(x if isinstance(x, jax.Array) else jnp.asarray(x))
+    return memory.well_typed(memory.to_host(x if isinstance(x, jax.Array) else jnp.asarray(x)))
 
 
 def _type(x: Any) -> tuple[tuple[int, ...], Any]:
