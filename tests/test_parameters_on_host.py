@@ -303,7 +303,7 @@ def test_clipped_and_pipelined(form, gradients):
 
 
 def test_a_type_that_says_the_device():
-    """A jit whose ``out_shardings`` put an array into host memory types it as on the device: a warning with the cure."""
+    """A jit whose ``out_shardings`` put an array into host memory types it as on the device: that warns."""
     sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     there = jax.jit(lambda: jnp.full((4, 128, 128), 0.01), out_shardings=sharding.with_memory_kind(HOST))
     params = {"layers": there(), "head": jax.device_put(jnp.ones((128, 8)), sharding)}
