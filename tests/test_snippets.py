@@ -148,7 +148,8 @@ def test_your_training_loop(section, tmp_path):
     if section == "optax":
         found["make_params"] = lambda: {"layers": jax.random.normal(jax.random.key(0), (4, 128, 128), jnp.bfloat16)}
         run_twice(loop, found)
-        exec(unclipped, found)
+        before = loop.partition("# 5. ")[0].replace("params(clipped)", "params(adamw)")
+        run_twice(before + unclipped, found | {"folder": tmp_path / "unclipped"})
     elif section == "annotated nnx":
         abstract = "graph, shapes = nnx.get_abstract_model(make_model, mesh)"
         assert f"`{abstract}`" in " ".join(page.split())
@@ -166,7 +167,9 @@ def test_your_training_loop(section, tmp_path):
     if section == "Flax linen":
         found["folder"] = tmp_path / "train_state"
         run_twice(in_section(section)[1], found)
-        assert found["run"].step == 8 and moments(found["run"].opt_state).sharding == moment.sharding
+        assert found["run"].step == 8
+        assert optax.tree.get(found["run"].opt_state, "learning_rate") == jnp.float32(3e-4)
+        assert moments(found["run"].opt_state).sharding == moment.sharding
 
 
 def test_nnx_with_batch_statistics(tmp_path):
