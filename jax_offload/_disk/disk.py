@@ -67,8 +67,7 @@ class Disk:
     Example:
       >>> import tempfile, jax, jax.numpy as jnp, optax, jax_offload as jo
       >>> params = jax.device_put({"w": jnp.ones((256, 256))}, jax.devices()[0])
-      >>> disk = jo.disk(tempfile.mkdtemp())
-      >>> tx = jo.offload(optax.adamw(1e-3), disk=disk)
+      >>> tx = jo.offload(optax.adamw(1e-3), disk=(disk := jo.disk(tempfile.mkdtemp())))
       >>> state, grads = tx.init(params), jax.tree.map(jnp.ones_like, params)
       >>> step = jo.jit(lambda p, s, g: jo.update_params(tx, g, s, p), donate_argnums=(0, 1))
       >>> params, state = step(params, state, grads)
