@@ -4,6 +4,7 @@ python examples/train_lm.py --pipelined                  # hides the transfers: 
 python examples/train_lm.py                              # the same step under jax.jit, which waits for them
 python examples/train_lm.py --resident --stop-at 50      # the same losses, with the state on the device
 python examples/train_lm.py --pipelined --model 7b --context 2048  # on an H200, too small for --resident
+python examples/train_lm.py --pipelined --parameters host  # the blocks' parameters are in host memory too
 python examples/train_lm.py --disk DIR --host-bytes 1MiB # keeps the state beyond 1 MiB in files, and resumes
 """
 
@@ -72,6 +73,7 @@ def parse(argv):
     add("--fraction", type=float, default=1.0, help="the share of the state in host memory")
     add("--resident", action="store_true", help="plain optax, for comparison")
     add("--pipelined", action="store_true", help="each batch's update in the forward pass of the next one")
+    add("--parameters", choices=["device", "host"], default="device", help="where the blocks' parameters live")
     add("--storage", choices=STORAGE, default="float32", help="the format of adamw's moments in host memory")
     add("--param-dtype", choices=["float32", "bfloat16", "float16"], default="float32")
     add("--master", choices=["none", "float32"], default="none", help="keep master parameters in the state")
@@ -91,6 +93,8 @@ def parse(argv):
     args = parser.parse_args(argv)
     if args.disk and (args.checkpoint_dir or args.resident or args.pipelined):
         parser.error("--disk: the files are the checkpoint, and the step is jo.jit's: leave the other option out")
+    if args.parameters == "host" and (args.disk or args.resident):
+        parser.error("--parameters host: the optimizer has to stream them: leave the other option out")
     return args
 
 
@@ -121,8 +125,8 @@ def step(state, batch):
 train_step = jax.jit(step, donate_argnums=0)
 
 
-# jo.jit reads and writes the part of the state that is in files.
-disk_step = jo.jit(step, donate_argnums=0)
+# jo.jit reads and writes the part of the state that is in files, and loads parameters layer by layer.
+whole_step = jo.jit(step, donate_argnums=0)
 
 
 # Each update runs in the next batch's forward pass; the state is then a carry, until it is finished.
@@ -137,7 +141,7 @@ def eval_params(state):
 
 
 def evaluate(state, data, args):
-    loss, params = jax.jit(loss_fn, static_argnums=1), eval_params(state)
+    loss, params = jax.jit(loss_fn, static_argnums=1), jo.to_device(eval_params(state))
     batches = [_data.batch(data, i, args.batch, args.context) for i in range(16)]
     return float(np.mean([loss(params, state.apply_fn, batch) for batch in batches]))
 
@@ -147,12 +151,16 @@ def shapes_of(args, model, device):
 
     def init(key):
         params = model.init(key, jnp.zeros((1, args.context), jnp.int32))["params"]
-        return jax.tree.map(lambda p: p.astype(args.param_dtype), params)
+        params = jax.tree.map(lambda p: p.astype(args.param_dtype), params)
+        return params | {"blocks": jo.to_host(params["blocks"])} if args.parameters == "host" else params
 
     # All that the step takes is committed to the device: uncommitted arrays would compile it a second time.
     on_device = jax.sharding.SingleDeviceSharding(device)
     shapes = jax.eval_shape(init, jax.random.key(args.seed))
-    return init, jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=on_device), shapes)
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=on_device), shapes)
+    if args.parameters == "host":
+        shapes["blocks"] = jo.to_host(shapes["blocks"])
+    return init, shapes
 
 
 def initial_state(args, model, tx, device, manager, disk):
@@ -174,7 +182,8 @@ def initial_state(args, model, tx, device, manager, disk):
         params = jax.jit(init, out_shardings=on_device)(jax.random.key(args.seed))
         items = {"params": params, "opt_state": tx.init(params)}  # which makes the files
     else:
-        params = jax.jit(init, out_shardings=on_device)(jax.random.key(args.seed))
+        params_at = jax.tree.map(lambda x: x.sharding, shapes)
+        params = jax.jit(init, out_shardings=params_at)(jax.random.key(args.seed))
         state_at = jax.tree.map(lambda x: x.sharding, jo.abstract_state(tx, shapes))
         opt_state = jax.jit(tx.init, out_shardings=state_at)(params)
         items = {"params": params, "opt_state": opt_state}
@@ -207,7 +216,7 @@ def main(argv=None):
             state, aux = pipelined_step(state, batch)
             loss = aux.now
         else:
-            state, loss = (disk_step if disk else train_step)(state, batch)
+            state, loss = (whole_step if disk or args.parameters == "host" else train_step)(state, batch)
         return float(loss), time.perf_counter() - began
 
     bar = tqdm(range(start, stop), initial=start, total=stop, disable=None, unit="step")
@@ -239,7 +248,8 @@ def main(argv=None):
     print(f"held-out loss {before:.3f} -> {after:.3f} nats per byte, {speed:,.0f} tokens/s")
     prompt, sample = b"\ndef ", ""
     if args.sample > len(prompt):
-        sample = generate(eval_params(state), model.apply, prompt, jax.random.key(1), args.context, args.sample)
+        params, key = jo.to_device(eval_params(state)), jax.random.key(1)
+        sample = generate(params, model.apply, prompt, key, args.context, args.sample)
         print(f"sample:\n{sample}")
     if disk:
         disk.close()

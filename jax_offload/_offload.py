@@ -23,7 +23,7 @@ from jax_offload._base.around import (
 )
 from jax_offload._base.arrays import Offloaded, is_array
 from jax_offload._base.donation import Home, guarded
-from jax_offload._base.memory import loaded, on_host, stored, under_jit
+from jax_offload._base.memory import DEFAULT_MIN_BYTES, loaded, on_host, stored, under_jit
 from jax_offload._base.on_disk import opened
 from jax_offload._base.shardings import Layouts, inside_shard_map, types_tell
 from jax_offload._disk.created import check_disk, created, places_of, refused
@@ -59,8 +59,6 @@ from jax_offload._update.recipe import (
     where_it_was,
     zero_where,
 )
-
-DEFAULT_MIN_BYTES = 2**16  # below this a transfer costs the link its latency (about 10 us) rather than its bytes
 
 
 def offload(

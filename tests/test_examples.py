@@ -55,6 +55,15 @@ def test_offloaded_and_resident_losses_agree(train, uninterrupted, capsys):
 
 
 @pytest.mark.long("trains a GPT")
+@pytest.mark.parametrize("how", [[], ["--pipelined"]])
+def test_with_parameters_on_the_host_the_losses_agree(train, uninterrupted, capsys, how):
+    found = train("--steps", 6, "--parameters", "host", *how)
+    np.testing.assert_allclose(found["losses"], uninterrupted["losses"], rtol=0, atol=1e-4)
+    state = found["state"]
+    assert kinds(state.params["blocks"]) == kinds(state.opt_state) == {"pinned_host"}
+
+
+@pytest.mark.long("trains a GPT")
 def test_a_resumed_run_goes_on_as_if_uninterrupted(train, uninterrupted, tmp_path, capsys):
     options = ("--steps", 6, "--checkpoint-dir", tmp_path, "--save-every", 2)
     first = train(*options, "--stop-at", 3)

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import jax_offload as jo
@@ -212,9 +213,8 @@ def trained(tx: Any, loss: Any, form: str) -> Any:
     return step
 
 
-@pytest.mark.parametrize(
-    ("body", "form"), [(body, "update_params") for body in BODIES] + [("no load", "update"), ("a cast", "update")]
-)
+@pytest.mark.parametrize("form", ["update", "update_params"])
+@pytest.mark.parametrize("body", BODIES)
 def test_a_model_loads_rows(body, form):
     """Both scans load the rows of the layers, and the one that makes the gradients stores them."""
     own, resident = BODIES[body]
@@ -223,7 +223,7 @@ def test_a_model_loads_rows(body, form):
     whole = {"layers": rng.normal(size=(4, 128, 128)) / 16, "head": rng.normal(size=(128, 8))}
     params = jax.device_put(jax.tree.map(jnp.float32, whole), sharding)
     x = jax.device_put(jnp.asarray(rng.normal(size=(8, 128)), jnp.float32), sharding)
-    there = {"layers": to_host(params["layers"]), "head": params["head"]}
+    there = jo.to_host(params)
     loss = functools.partial(loss_of, own)
     if body == "another load of the whole":
         loss = lambda params, x: loss_of(plain, jo.to_device(params), x)  # noqa: E731
@@ -240,3 +240,76 @@ def test_a_model_loads_rows(body, form):
         assert_close([*got, own_value], [*want, value], 1e-5)
         assert kinds(got[0]) == [DEVICE, HOST]
         assert kinds(got[1]) == kinds(tx.init(params))
+
+
+@pytest.mark.parametrize("where", ["device", "host"])
+def test_beside_activations_in_host_memory(where):
+    """A policy of ``jax.checkpoint`` sends activations there; they stay there, and the rows of parameters stream."""
+    names = {"names_which_can_be_saved": [], "names_which_can_be_offloaded": ["inside"]}
+    policy = jax.checkpoint_policies.save_and_offload_only_these_names(
+        **names, offload_src="device", offload_dst="pinned_host"
+    )
+
+    def layer(x: Any, w: Any) -> Any:
+        return x + jnp.tanh(checkpoint_name(jnp.sin(x @ w), "inside"))
+
+    sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    rng = np.random.default_rng(0)
+    params = jax.device_put(
+        {"layers": jnp.float32(rng.normal(size=(4, 128, 128)) / 16), "head": jnp.float32(rng.normal(size=(128, 8)))},
+        sharding,
+    )
+    x = jax.device_put(jnp.float32(rng.normal(size=(8, 128))), sharding)
+    tx, loss = jo.offload(ADAMW), functools.partial(loss_of, jax.checkpoint(layer, policy=policy))
+    want, got = (params, ADAMW.init(params)), (jo.to_host(params) if where == "host" else params, tx.init(params))
+    plain_step = jax.jit(trained(ADAMW, functools.partial(loss_of, jax.checkpoint(layer)), "update"))
+    step = jo.jit(trained(tx, loss, "update_params"), donate_argnums=(0, 1))
+    lowered = step.lower(*got, x).as_text()
+    assert "8x128xf32> {mhlo" in lowered or lowered.count("annotate_device_placement") > 4
+    for _ in range(2):
+        *want, value = plain_step(*want, x)
+        *got, own_value = step(*got, x)
+        assert_close([*got, own_value], [*want, value], 1e-5)
+    table = jo.placement(step, *got, x)
+    assert not table.stays and all("in the scan that makes" in leaf.streams for leaf in table.leaves)
+
+
+@pytest.mark.parametrize("gradients", ["device", "host"])
+@pytest.mark.parametrize("form", ["update", "update_params"])
+def test_clipped_and_pipelined(form, gradients):
+    """The forward scan updates the rows, and the backward scan loads the new ones from host memory."""
+    sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    rng = np.random.default_rng(0)
+    whole = {"layers": rng.normal(size=(4, 128, 128)) / 16, "head": rng.normal(size=(128, 8))}
+    params = jax.device_put(jax.tree.map(jnp.float32, whole), sharding)
+    x = jax.device_put(jnp.float32(rng.normal(size=(8, 128))), sharding)
+    inner = optax.chain(optax.clip_by_global_norm(0.01), ADAMW)
+    tx, loss = jo.offload(inner), functools.partial(loss_of, jax.checkpoint(plain))
+    plain_step = jax.jit(trained(inner, loss, "update"))
+    train = jo.pipelined(trained(tx, loss, form), donate_argnums=(0, 1), gradients=gradients)
+    want, carry = (params, inner.init(params)), (jo.to_host(params), tx.init(params))
+    table = jo.placement(train, *carry, x)
+    (row,) = (leaf for leaf in table.leaves if leaf.path == "[0]['layers']")
+    assert "4 rows, in the scan that reads the parameters" in row.streams, table
+    assert not any("whole" in how for how in table.elsewhere), table
+    for _ in range(3):
+        *want, value = plain_step(*want, x)
+        carry, aux = train(carry, x)
+        assert_close(aux.now, value, 1e-5)
+    got = train.finish(carry)
+    assert_close(got, want, 1e-5)
+    assert kinds(got[0]) == [DEVICE, HOST]
+    assert kinds(got[1]) == kinds(tx.init(params))
+
+
+def test_a_type_that_says_the_device():
+    """A jit whose ``out_shardings`` put an array into host memory types it as on the device: that warns."""
+    sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    there = jax.jit(lambda: jnp.full((4, 128, 128), 0.01), out_shardings=sharding.with_memory_kind(HOST))
+    params = {"layers": there(), "head": jax.device_put(jnp.ones((128, 8)), sharding)}
+    x, tx = jax.device_put(jnp.ones((8, 128)), sharding), jo.offload(ADAMW)
+    old, step = (trained(tx, functools.partial(loss_of, plain), "update_params") for _ in range(2))
+    with pytest.warns(UserWarning, match=r"params\['layers'\] is in host memory, and jax types it.*jo\.to_host"):
+        jo.jit(old, donate_argnums=(0, 1))(params, tx.init(params), x)
+    params = jo.to_host({"layers": there(), "head": jax.device_put(jnp.ones((128, 8)), sharding)})
+    assert kinds(jo.jit(step, donate_argnums=(0, 1))(params, tx.init(params), x)[0]) == [DEVICE, HOST]

@@ -17,6 +17,7 @@ from jax_offload._base import private
 Space = jax.memory.Space
 HOST_KIND = "pinned_host"
 DEVICE_KIND = "device"
+DEFAULT_MIN_BYTES = 2**16  # below this a transfer costs the link its latency (about 10 us) rather than its bytes
 
 
 def is_host_aval(aval: Any) -> bool:

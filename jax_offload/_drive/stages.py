@@ -11,7 +11,6 @@ import math
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence, Set
 from itertools import pairwise
-from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -92,7 +91,7 @@ class Staged:
     """
 
     program: Program
-    ends: Mapping[Var, Ends] = MappingProxyType({})
+    ends: Mapping[Var, Ends] = dataclasses.field(default_factory=dict[Var, Ends])
     stages: list[Stage] = dataclasses.field(default_factory=list[Stage])
     next_of: dict[Var, Var] = dataclasses.field(default_factory=dict[Var, Var])
     in_turn: list[Var] = dataclasses.field(default_factory=list[Var])

@@ -83,13 +83,16 @@ LEAST_ROWS = 2**20  # bytes that an iteration moves; fewer take no time, and con
 
 def in_one_scan(step: Any) -> bool:
     """Whether a step's updates have moved into one scan, none between the passes, with rows that are worth hiding, and
-    no loop runs in another."""
+    no loop runs in another. Other scans may load rows of parameters."""
     plans = [each.update.plan for each in updates_in(step) if isinstance(each.update, Moved)]
-    if len(plans) != 1 or not isinstance(plan := plans[0], InScan):
+    scans = [plan for plan in plans if isinstance(plan, InScan)]
+    hosts = [plan for plan in scans if plan.moves]
+    if len(hosts) != 1 or len(scans) < len(plans):
         return False
-    if sum(nbytes(v.aval) for v in plan.hosts) < LEAST_ROWS * plan.scan.length:
+    if sum(nbytes(v.aval) for v in hosts[0].hosts) < LEAST_ROWS * hosts[0].scan.length:
         return False
-    inside = [*plan.scan.body.jaxpr.eqns, *(e for eqn in step.jaxpr.eqns for e in _bodies(eqn))]
+    bodies = [eqn for plan in scans for eqn in plan.scan.body.jaxpr.eqns]
+    inside = [*bodies, *(e for eqn in step.jaxpr.eqns for e in _bodies(eqn))]
     return not any(holds(eqn, is_loop) for eqn in inside)
 
 

@@ -21,7 +21,7 @@ from jax.tree_util import keystr
 from jax_offload._base.donation import guarded
 from jax_offload._base.jaxprs import ClosedJaxpr, jax_fun
 from jax_offload._base.jaxprs import jit as jit_of_jax
-from jax_offload._base.memory import mesh_is_set, on_host, under_jit
+from jax_offload._base.memory import is_host_aval, mesh_is_set, on_host, under_jit
 from jax_offload._base.on_disk import Token, is_on_disk
 from jax_offload._drive.run import Driven, places_of
 from jax_offload._emit.find import in_one_scan
@@ -36,6 +36,9 @@ def jit(fun: Callable[..., Any] | None = None, **options: Any) -> Any:
     gradient exists, while the state of its neighbors moves; the stacked gradients then never exist. Between unrolled
     layers, each update runs where its gradient appears. Loops that take layers by number, layers that the step stacks,
     gradients summed in a ``jax.new_ref`` and a whole step inside a ``shard_map`` count as well (docs/what_hides.md).
+    Parameters of stacked layers may live in host memory too, ``jax_offload.to_host(params)``: the scans load each row
+    while its neighbor computes, and new rows go back there.
+
     The numbers equal the plain step's. An update that needs all gradients first, such as clipping by their norm,
     runs after the backward pass; ``jax_offload.pipelined`` hides that one. ``jax_offload.placement(step, *args)`` says
     where each leaf is updated, and why.
@@ -347,7 +350,8 @@ class Jitted:
 
 def _warn_of_uncommitted(step: Callable[..., Any], traced: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
     """Warn if donated parameters that nobody has placed stand beside a state in host memory: eager ``init`` warns too,
-    and a traced one cannot. Arrays of rank 0 are excluded, because optax and flax make their counts so."""
+    and a traced one cannot. Arrays of rank 0 are excluded, because optax and flax make their counts so. Warn also if
+    the type of an array in host memory says that it is on the device: the step would return it there."""
     infos, names = jax.tree.leaves(traced.args_info), traced.jaxpr.jaxpr.debug_info.arg_names or ()
     donated = {name for name, info in zip(names, infos, strict=False) if info.donated}
     if not donated or mesh_is_set():
@@ -358,6 +362,14 @@ def _warn_of_uncommitted(step: Callable[..., Any], traced: Any, args: Sequence[A
     if not any(isinstance(x, jax.Array) and on_host(x) for *_, x in carried):
         return
     for argument, path, x in carried:
+        if on_host(x) and not is_host_aval(jax.typeof(x)):
+            warnings.warn(
+                f"jo.jit: {argument}{path} is in host memory, and jax types it as an array on the device, as a jit "
+                "does whose out_shardings alone put it there. The step would load it as a whole and return it on the "
+                f"device. Fix: {argument} = jo.to_host({argument}) of the part that is in host memory.",
+                stacklevel=3,
+            )
+            return
         if isinstance(x, jax.Array | np.ndarray) and x.ndim and not getattr(x, "committed", False):
             warnings.warn(
                 f"jo.jit: {argument}{path} is not committed to a device, and the state beside it is in host memory. "

@@ -7,7 +7,7 @@ import functools
 import operator
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from jax.extend import source_info_util
@@ -39,7 +39,7 @@ from jax_offload._base.jaxprs import (
 from jax_offload._base.jaxprs import (
     closed as as_closed,
 )
-from jax_offload._base.memory import Space, is_host_aval
+from jax_offload._base.memory import Space, is_host_aval, to_device
 from jax_offload._base.own_primitives import is_composite, is_mark
 from jax_offload._base.shardings import Shards
 from jax_offload._ir.primitives import CHECKPOINT, PLACED, can_be_cut, is_cheap
@@ -317,6 +317,13 @@ def _is_move(eqn: Equation) -> bool:
 def is_load(eqn: Equation) -> bool:
     """Whether an equation moves a value from host memory to the device."""
     return _is_move(eqn) and is_host_aval(eqn.invars[0].aval) and not is_host_aval(eqn.outvars[0].aval)
+
+
+def load_of(store: Equation) -> Equation:
+    """The equation that loads what another has stored, of the same variables."""
+    (h,), (v,) = store.outvars, store.invars
+    (load,) = jaxpr_of(to_device, h.aval)[0].jaxpr.eqns
+    return load.replace(invars=[h], outvars=[cast(Var, v)])
 
 
 def is_store(eqn: Equation) -> bool:

@@ -18,7 +18,7 @@ from jax_offload._base.arrays import nbytes
 from jax_offload._base.jaxprs import Atom, DropVar, Equation, Literal, Scan, located, scan_of, variables
 from jax_offload._base.memory import is_host_aval
 from jax_offload._ir.primitives import ELEMENTWISE, SHAPES
-from jax_offload._ir.program import Program, Var, flat
+from jax_offload._ir.program import Program, Var, flat, is_store, load_of
 from jax_offload._ir.propagate import NEEDS, Mask, Node, forward, groups, needed_for, union
 from jax_offload._ir.propagate import needed as nodes_needed
 from jax_offload._ir.slices import Slice, consecutive, slice_of
@@ -66,6 +66,7 @@ class Hoist:
       claimed: the equations that move elsewhere, by identity.
       own: the equations of the updates, by identity.
       read: the variables that scans with other moves read, beyond those in the program's equations.
+      reread: place of another scan -> the operands whose rows that scan loads again from host memory.
     """
 
     program: Program
@@ -75,6 +76,7 @@ class Hoist:
     claimed: Set[int] = frozenset()
     own: Set[int] = frozenset()
     read: Set[Var] = frozenset()
+    reread: Mapping[int, Set[Var]] = dataclasses.field(default_factory=dict[int, Set[Var]])
 
     @functools.cached_property
     def scan(self) -> Scan:
@@ -165,7 +167,7 @@ class Hoist:
         moved |= {id(eqn) for eqn in self.nest.merging} if self.nest else set()
         kept_ys = tuple(y for y in scan.ys if y in kept)
         plan = InScan(scan, tuple(moves), kept_ys, False, frozenset(moved), nest=self.nest)
-        again = self._reread(makers, {*plan.in_place, *plan.hosts})
+        again = self._reread({*plan.in_place, *plan.hosts})
         return dataclasses.replace(plan, reread=again), why
 
     def ahead(self) -> tuple[InScan | None, list[str]]:
@@ -219,14 +221,16 @@ class Hoist:
 
     def streaming(self) -> InScan | None:
         """Plan to load the leaves on the host that the scan reads by rows, where no update moves into it."""
-        again = {} if self.nest else self._reread(made_by(self.program.eqns[: self.at]), set())
+        again = {} if self.nest else self._reread(set())
         kept = tuple(y for y in self.scan.ys if not isinstance(y, DropVar))
         return InScan(self.scan, (), kept, True, frozenset(), reread=again) if again else None
 
-    def _reread(self, makers: Makers, moving: Set[Var]) -> dict[int, Planned]:
+    def _reread(self, moving: Set[Var]) -> dict[int, Planned]:
         """Map the number of one of the scan's ``xs`` to how its rows are made of rows of leaves that move in the scan:
-        of operands that it overwrites, and of leaves on the host."""
-        found, scan = dict[int, Planned](), self.scan
+        of operands that it overwrites, and of leaves on the host. What the step has stored there is loaded again."""
+        found, scan, eqns = dict[int, Planned](), self.scan, self.program.eqns[: self.at]
+        copies = {v: (k, load_of(eqn)) for k, eqn in enumerate(eqns) if is_store(eqn) for v in variables(eqn.invars)}
+        makers = {**made_by(eqns), **copies}
         for k, x in enumerate(scan.xs):
             if isinstance(x, Literal) or is_host_aval(x.aval):
                 continue
@@ -237,7 +241,8 @@ class Hoist:
             s = slice_of(taken, [x], self.program.debug_info, self.program.shards)
             leads = [v for v in s.inputs if v in moving or is_host_aval(v.aval)]
             large = any(v in moving or nbytes(v.aval) >= scan.length * LEAST_ROW for v in leads)
-            if not large or not all(map(needed.get, leads)) or not s.core.loads.issuperset(s.loads):
+            few = sum(nbytes(v.aval) for v in s.loads) <= 2 * nbytes(x.aval)
+            if not large or not few or not all(map(needed.get, leads)) or not s.core.loads.issuperset(s.loads):
                 continue
             if s.loads and self.nest:  # a group would be loaded as a whole
                 continue
@@ -251,7 +256,7 @@ class Hoist:
 
     def _remade(self, eqn: Equation, needed: Mapping[Var, Rows | None], moving: Set[Var]) -> Dims | None:
         """Where an equation's operands have their rows, if the rows of its results are to be made again."""
-        if any(v in moving or is_host_aval(v.aval) for v in eqn.outvars):
+        if any(v in moving or is_host_aval(v.aval) or v in self._results for v in eqn.outvars):
             return None
         return pulled(eqn, needed, self.scan.length)
 
@@ -336,8 +341,9 @@ class Hoist:
 
     def _read_outside(self, v: Var, inside: Set[int]) -> list[int]:
         """The places of the equations that read a variable, other than the scan and those that are ``inside``."""
-        eqns = self.program.eqns
-        return [k for k in self._readers.get(v, ()) if k != self.at and id(eqns[k]) not in inside]
+        eqns, reread = self.program.eqns, self.reread
+        others = [k for k in self._readers.get(v, ()) if v not in reread.get(k, ())]
+        return [k for k in others if k != self.at and id(eqns[k]) not in inside]
 
     def _also_before(self, taken: list[Equation]) -> set[int]:
         """Return which of the moving equations also stay in place, because a norm that the others wait for needs them.

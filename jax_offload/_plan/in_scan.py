@@ -130,6 +130,13 @@ class InScan:
         return [dataclasses.replace(each, window=window) for each in found]
 
     @property
+    def loads_again(self) -> set[Var]:
+        """The scan's ``xs`` that it needs only by rows that it loads."""
+        read = {*variables([*self.scan.consts, *self.scan.init])}
+        apart = {*variables(x for k, x in enumerate(self.scan.xs) if k not in self.reread)}
+        return {*variables(self.scan.xs)} - read - apart
+
+    @property
     def makes(self) -> list[Var]:
         """The values that the rest of the step may read from it."""
         updated = [v for move in self.moves for v in move.slice.outputs if v not in self.feeds]

@@ -265,7 +265,8 @@ def _table(
     for row, v in zip(rows, of_row, strict=True):
         of = [] if v is None else loads[v]
         hidden = (row.host or row.disk) and not of and not unknown
-        streams = (_PUT if v in put else _UNSEEN) if hidden else _in_words([how for how, _ in of])
+        own = [_PUT] if v in put else []
+        streams = _UNSEEN if hidden and not own else _in_words([*own, *(how for how, _ in of)])
         shown.append(dataclasses.replace(row, streams=streams))
         for _, p in of:
             if not p.on_cores:

@@ -20,7 +20,7 @@ from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from jax_offload._base import memory
 from jax_offload._base.around import described
-from jax_offload._base.arrays import is_like
+from jax_offload._base.arrays import is_like, nbytes
 from jax_offload._base.donation import guarded
 from jax_offload._base.jaxprs import Literal, jaxpr_of
 from jax_offload._base.on_disk import brought, check_in_memory, is_on_disk
@@ -102,20 +102,25 @@ def to_device(state: Any) -> Any:
     return guarded(jax.tree.map(on_device, state, is_leaf=is_on_disk), state)
 
 
-def to_host(tx: optax.GradientTransformation, state: Any, params: Any = None) -> Any:
-    """Move every leaf of ``state`` to where ``tx`` keeps it.
+def to_host(tx: Any, state: Any = None, params: Any = None) -> Any:
+    """Move every leaf of ``state`` to where ``tx`` keeps it; or, ``to_host(params)``, parameters to host memory.
 
     Use it after ``to_device``, to migrate a running resident job, or after pickle or NumPy. NumPy arrays that belong in
     host memory go there directly.
 
+    Parameters of stacked layers, ``params["layers"] = jo.to_host(params["layers"])``, may live in host memory under
+    ``jax_offload.jit``: its scans load them layer by layer.
+
     Args:
-      tx: a transformation with an ``offload`` anywhere inside it.
+      tx: a transformation with an ``offload`` anywhere inside it; or, alone, a tree of parameters, concrete, traced or
+        abstract. Its arrays of 64 KiB and more move to pinned host memory.
       state: the state of ``tx``, in any memory. Under ``jit``, donate it.
       params: the parameters, concrete or abstract. If they are left out, their tree is read off the state, as
         ``optax.tree.map_params`` does.
 
     Returns:
-      A tree like ``state``, with its shapes and dtypes, each leaf in the memory in which ``tx`` keeps it.
+      A tree like ``state``, with its shapes and dtypes, each leaf in the memory in which ``tx`` keeps it; or one like
+      the parameters.
 
     Raises:
       TypeError: ``tx`` is not a transformation.
@@ -129,6 +134,8 @@ def to_host(tx: optax.GradientTransformation, state: Any, params: Any = None) ->
       >>> state[0].mu["w"].sharding.memory_kind
       'pinned_host'
     """
+    if state is None and params is None and not issubclass(type(tx), (optax.GradientTransformation, optax.MultiSteps)):
+        return guarded(jax.tree.map(_in_host_memory, tx), tx)
     params = params_like(tx, state) if params is None else params
     # Tracers do not tell shardings: under jit the next update divides the leaves.
     traced = any(isinstance(x, Tracer) for x in jax.tree.leaves((state, params)))
@@ -156,6 +163,15 @@ def to_host(tx: optax.GradientTransformation, state: Any, params: Any = None) ->
         return memory.to_host(x) if leaf.host else memory.to_device(x)
 
     return guarded(jax.tree.unflatten(treedef, [moved(x, *row) for x, row in zip(got, rows, strict=True)]), state)
+
+
+def _in_host_memory(x: Any) -> Any:
+    """Return a large array in pinned host memory, as it is described if it is abstract."""
+    if not hasattr(x, "dtype") or not np.ndim(x) or nbytes(x) < memory.DEFAULT_MIN_BYTES:
+        return x
+    if isinstance(x, jax.ShapeDtypeStruct):
+        return x if x.sharding is None else x.update(sharding=memory.with_kind(x.sharding, memory.HOST_KIND))
+    return memory.well_typed(memory.to_host(x if isinstance(x, jax.Array) else jnp.asarray(x)))
 
 
 def _type(x: Any) -> tuple[tuple[int, ...], Any]:

@@ -42,12 +42,13 @@ from jax_offload._base.jaxprs import (
     without_dead_code,
 )
 from jax_offload._base.memory import is_host_aval, on_device_aval, to_device, to_host
+from jax_offload._base.own_primitives import MARK
 from jax_offload._base.private import without_references
 from jax_offload._base.shardings import names_in, typed_sharding
 from jax_offload._emit.find import holds_update, is_update
 from jax_offload._emit.region import Update, bound
 from jax_offload._ir.branches import choice
-from jax_offload._ir.primitives import ELEMENTWISE, SHAPES, is_cheap, is_loop
+from jax_offload._ir.primitives import ELEMENTWISE, PLACED, SHAPES, is_cheap, is_loop
 from jax_offload._ir.program import (
     Builder,
     Program,
@@ -69,7 +70,7 @@ _MOST_UNROLLED = 256
 
 def canonical(program: Program) -> Program:
     """Return the step's program in the one form, with the same inputs and results."""
-    program = always_updating(dereferenced(program))
+    program = rebuilt(always_updating(dereferenced(program)), _on_the_device)
     for at in [k for k, eqn in enumerate(program.eqns) if eqn.primitive.name == "scan"][::-1]:
         program = _moved_as_a_whole(_by_rows(program, at), at)
     return _joined(_unrolled(program))
@@ -374,8 +375,11 @@ def _moved_as_a_whole(program: Program, at: int) -> Program:
     scan = scan_of(program.eqns[at])
     assert scan is not None
     loaded = _loaded(program.eqns[:at])
-    of_leaves = [k for k, x in enumerate(scan.xs) if isinstance(x, Var) and (is_host_aval(x.aval) or x in loaded)]
-    if not of_leaves and not any(is_host_aval(y.aval) for y in scan.ys):
+    leaves = loaded | {v for v in program.inputs if is_host_aval(v.aval)}
+    of_leaves = [k for k, x in enumerate(scan.xs) if isinstance(x, Var) and x in leaves]
+    # a policy of jax.checkpoint sends activations to host memory, where another scan reads them
+    activations = {v for eqn in program.eqns[at + 1 :] if eqn.primitive.name == "scan" for v in variables(eqn.invars)}
+    if not of_leaves and not any(is_host_aval(y.aval) and y not in activations for y in scan.ys):
         return program
     body, m = flat(scan.body, opens=lambda _: True), len(scan.init)
     rows = body.inputs[len(body.inputs) - len(scan.xs) :]
@@ -400,9 +404,13 @@ def _moved_as_a_whole(program: Program, at: int) -> Program:
         if isinstance(v, Var) and (v in row_of or v in cheap):
             eqns, _ = needed_for(new.eqns, [v], through=lambda eqn: cheap.issuperset(eqn.outvars))
             again[j] = slice_of(eqns, [v], body.debug_info, {})
+        elif scan.ys[j] in activations or isinstance(v, Literal):
+            made.append(v)
         else:
-            made.append(stores.get(v, v) if isinstance(v, Var) else v)
-    if any(is_host_aval(v.aval) for v in made) or not (on_device or again or stores):
+            made.append(stores.get(v, v))
+            if is_host_aval(made[-1].aval):
+                return program
+    if not (on_device or again or stores):
         return program
     results = [*outputs[:m], *made]
     eqns, _ = needed_for(new.eqns, variables(results), kept=lambda eqn: bool(eqn.effects))
@@ -426,6 +434,21 @@ def _moved_as_a_whole(program: Program, at: int) -> Program:
         return carry
 
     return replaced(program, at, traced_for(program.eqns[at], run))
+
+
+_ARITHMETIC = ELEMENTWISE - PLACED - {"optimization_barrier", MARK}
+
+
+def _on_the_device(new: Builder, eqn: Equation, operands: list[Atom]) -> Sequence[Atom] | None:
+    """Run elementwise arithmetic on arrays in host memory, such as the sum of parameters and updates, on the device."""
+    arrays = [v for v in [*operands, *eqn.outvars] if v.aval.shape]
+    if eqn.primitive.name not in _ARITHMETIC or not arrays or not all(is_host_aval(v.aval) for v in arrays):
+        return None
+
+    def run(*xs: Any) -> list[Any]:
+        return [to_host(x) for x in run_equation(eqn, [to_device(x) for x in xs], eqn.params)]
+
+    return new.call(traced_for(eqn, run), operands)
 
 
 def _loaded(eqns: Sequence[Equation]) -> set[Var]:

@@ -176,11 +176,6 @@ class Inlined:
         return [v for update in self.updates for v in update.gradients]
 
     @property
-    def loads_whole(self) -> bool:
-        """Whether a pass reads a leaf on the host that the step loads as a whole."""
-        return any(is_load(eqn) and id(eqn) not in self.own for eqn in self.program.eqns)
-
-    @property
     def names(self) -> dict[Var, str]:
         """The names of the states' leaves and of their next values."""
         return {v: name for update in self.updates for v, name in update.names.items()}

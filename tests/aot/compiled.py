@@ -314,6 +314,7 @@ ROWS = [
     *(Row(SCANNED, tokens, OFFLOAD, f"jo.jit{AWAY}") for tokens in (512, MANY)),
     Row("GPT 1.3B scanned", MANY, OFFLOAD, f"jo.jit{AWAY}"),
     Row("12x4096^2 scanned", 512, OFFLOAD, f"jo.jit{AWAY}", H200, "fsdp"),
+    *(Row(PAIRS, MANY, CLIP, f"{way}{AWAY}") for way in ("pipelined", "pipelined, gradients on the host")),
     *KINDS,
 ]  # fmt: skip
 

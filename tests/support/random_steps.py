@@ -39,7 +39,10 @@ from optax import contrib
 import jax_offload as jo
 
 AWAY = "parameters on the host"
-MODES = ("jax.jit", "jo.jit", "pipelined", "pipelined, host", "cores", "hybrid", "disk", f"jo.jit, {AWAY}")
+MODES = (
+    "jax.jit", "jo.jit", "pipelined", "pipelined, host", "cores", "hybrid", "disk", f"jo.jit, {AWAY}",
+    f"pipelined, {AWAY}",
+)  # fmt: skip
 CALLS, BATCH, CLASSES = 4, 4, 11
 Recipe = dict[str, Any]
 Net = namedtuple("Net", "first second third rest")
@@ -1149,7 +1152,9 @@ def pipelined(step: Step) -> Record:
     if r["static"]:
         at = step.arguments.index("flag") - len(step.arguments) * (r["static by"] == "negative")
         how |= {"static_argnames": "flag"} if r["static by"] == "name" else {"static_argnums": at}
-    train = jo.pipelined(step.function, **how, gradients="host" if "host" in step.mode else "device")
+    train = jo.pipelined(
+        step.function, **how, gradients="host" if step.mode.startswith("pipelined, host") else "device"
+    )
     home, results = places(step.carried), dict(step.carried)
     nows, lates = list[Any](), list[Any]()
     carry: Any = None
