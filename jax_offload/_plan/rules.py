@@ -358,8 +358,9 @@ def rule_of(eqn: Equation, all_dims: Sequence[Dim], where: Where) -> Answer:
 
 def _divides(aval: Aval, dim: Dim, shards: int) -> bool:
     """Whether a type divides rows into parts that the rows of a chunk do not fill."""
-    sharding = typed_sharding(aval) if isinstance(dim, Rows) else None
-    return sharding is not None and shards % shards_of(sharding, aval.shape)[dim.dim] > 0
+    if not isinstance(dim, Rows) or (sharding := typed_sharding(aval)) is None:
+        return False
+    return shards % shards_of(sharding, aval.shape)[dim.dim] > 0
 
 
 # ---- the rules of equations that hold others
