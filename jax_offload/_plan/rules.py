@@ -6,8 +6,8 @@ axis is put together from the chunks' results, if the slice does not use it itse
 
 There is one registered rule for each primitive that keeps rows apart. It is asked where some operand has rows, and
 answers with the rows of the results and how the equation runs on a chunk, or with ``None``: then its rows depend on
-each other, or may, as under a primitive without a rule; the leaf is loaded whole. No rule is asked about a
-reduction over all rows, or about an equation with an effect.
+each other, or may, as under a primitive without a rule; the leaf is loaded whole. No rule is asked about an
+equation that reads a reduction over all rows, or has an effect.
 """
 
 from __future__ import annotations
