@@ -54,7 +54,7 @@ def decision() -> None:
     d.box(20, 240, 250, 50, BLUE, "Do you clip by the\nglobal norm?")
     d.box(20, 350, 250, 50, GREEN, "jo.offload(tx), jo.jit(step)")
     d.box(450, 240, 410, 50, GREEN, "jo.offload(tx), jo.pipelined(step)")
-    d.box(20, 440, 250, 44, BLUE, "More tokens than the\ntable above asks for?")
+    d.box(20, 440, 250, 44, BLUE, "More tokens than the\ntable below asks for?")
     d.box(360, 440, 140, 44, GREEN, "Transfers hide")
     d.box(560, 440, 300, 44, PALE, "fraction=, storage=, shard_over=,\nor more tokens", INK)
     d.arrow((270, 50), (448, 50), label="yes")

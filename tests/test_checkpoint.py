@@ -415,6 +415,18 @@ def test_a_checkpoint_of_plain_orbax(tmp_path):
     assert_placed(back, target)
 
 
+def test_a_pool_that_is_too_small_for_the_copy(monkeypatch):
+    """It has room for the state alone. Only the GPU's pool is capped."""
+    _, tree, _ = small()
+    nbytes = sum(x.nbytes for x in jax.tree.leaves(tree["opt_state"]))
+    monkeypatch.setenv("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", str(1.5 * nbytes / 2**30))
+    jo.save_args(tree)
+    monkeypatch.setattr(type(jax.devices()[0]), "platform", "gpu")
+    with pytest.raises(ValueError, match=r"save_args\(\): the state with its copy .*copy=False"):
+        jo.save_args(tree)
+    jo.save_args(tree, copy=False)
+
+
 # What orbax brings back is what ``init`` made, and what it is still writing is not damage
 
 

@@ -8,7 +8,7 @@ import ml_dtypes
 import numpy as np
 import optax
 import pytest
-from hypothesis import given, settings
+from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 import jax_offload as jo
@@ -64,12 +64,20 @@ def landing(dtype, low_bits, through):
     return jax.jit(step)
 
 
-patterns = st.lists(st.tuples(st.integers(0, 2**16 - 1), st.integers(0, 2**32 - 1)), min_size=64, max_size=64)
+ties = st.one_of(  # halfway between two neighbors of bfloat16, of float16, and of its subnormal numbers
+    st.integers(0, 2**16 - 1).map(lambda k: k << 16 | 0x8000),
+    st.integers(0, 2**19 - 1).map(lambda k: k << 13 | 0x1000),
+    st.integers(0, 2**10 - 1).map(lambda k: int(np.float32((k + 0.5) * 2.0**-24).view(np.uint32))),
+)
+words = st.one_of(st.integers(0, 2**32 - 1), ties)
+patterns = st.lists(st.tuples(st.integers(0, 2**16 - 1), words), min_size=64, max_size=64)
+# the message names the wrong numbers among the 64, so nothing is gained by shrinking the list, which takes minutes
+EXAMPLES = settings(max_examples=60, deadline=None, phases=[Phase.generate])
 
 
 @pytest.mark.parametrize("through", ["update", "update_params"])
-@pytest.mark.parametrize("dtype", DTYPES)
-@settings(max_examples=60, deadline=None)
+@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float16", marks=pytest.mark.daily("subnormal numbers"))])
+@EXAMPLES
 @given(patterns)
 def test_a_parameter_lands_on_its_rounded_master(dtype, through, examples):
     """Whatever the bits with ``update_params``, and with ``update`` within the bound that the docs give."""
@@ -92,7 +100,7 @@ def test_a_parameter_lands_on_its_rounded_master(dtype, through, examples):
 
 
 @pytest.mark.parametrize("through", ["update", "update_params"])
-@settings(max_examples=60, deadline=None)
+@EXAMPLES
 @given(patterns)
 def test_the_low_bits_and_the_parameter_are_the_master(through, examples):
     p = np.array([a for a, _ in examples], np.uint16).view(jnp.bfloat16)

@@ -313,3 +313,29 @@ def test_a_type_that_says_the_device():
         jo.jit(old, donate_argnums=(0, 1))(params, tx.init(params), x)
     params = jo.to_host({"layers": there(), "head": jax.device_put(jnp.ones((128, 8)), sharding)})
     assert kinds(jo.jit(step, donate_argnums=(0, 1))(params, tx.init(params), x)[0]) == [DEVICE, HOST]
+
+
+@pytest.mark.parametrize("form", ["update", "update_params"])
+def test_a_copy_of_the_new_parameters_stays_on_the_device(form):
+    """A target network that is returned in front of the parameters: the first of the two that is made goes back."""
+    sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    params = jax.device_put({"layers": jnp.full((4, 128, 128), 0.01), "head": jnp.ones((128, 8))}, sharding)
+    x, tx = jax.device_put(jnp.ones((8, 128)), sharding), jo.offload(ADAMW)
+    train = trained(tx, functools.partial(loss_of, plain), form)
+
+    @jo.jit
+    def step(params, state, x):
+        new, state, _ = train(params, state, x)
+        return jax.tree.map(jnp.copy, new), new, state
+
+    there = jo.to_host(params)
+    target, new, _ = step(there, tx.init(there), x)
+    assert kinds(target) == [DEVICE, DEVICE] and kinds(new) == [DEVICE, HOST]
+    np.testing.assert_array_equal(target["layers"], new["layers"])
+
+
+def test_an_abstract_parameter_says_where_it_is():
+    sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    there = jo.to_host(jax.ShapeDtypeStruct((4, 128, 128), "float32", sharding=sharding))
+    (aval,) = jax.jit(lambda x: x).trace(there).jaxpr.in_avals
+    assert there.sharding.memory_kind == HOST and "<host>" in aval.str_short()

@@ -206,6 +206,52 @@ def test_chunks_know_the_place_of_their_rows_on_every_shard():
     assert_close(state, by_row().update({"w": w}, plain)[1], 1e-6)
 
 
+ANOTHER = "its next value is of another type or sharding"
+DIVIDES = "reshard divides its rows between devices"
+RESHARDED = {  # the state's sharding, that of its next value, that of the update; and how it streams
+    "onto a mesh": (None, ((1,), P()), None, f"whole: {ANOTHER}"),
+    "onto another mesh": (((1,), P()), ((1, 1), P()), None, f"whole: {ANOTHER}"),
+    "only the update, onto a mesh": (None, None, ((1,), P()), "24 chunks"),
+    "rows of the update divided": (((8,), P()), None, ((8,), P("a")), f"whole: {DIVIDES}"),
+    "columns of the update divided": (((8,), P()), None, ((8,), P(None, "a")), "24 chunks"),
+    "the update gathered": (((8,), P("a")), None, ((8,), P()), "3 chunks"),
+}
+
+
+@pytest.mark.parametrize("case", RESHARDED)
+def test_an_optimizer_that_reshards(case):
+    """On a mesh with Explicit axes; the numbers and shardings are those of the resident state."""
+
+    def sharding(given):
+        if given is None:
+            return None
+        shape, spec = given
+        axes = (AxisType.Explicit,) * len(shape)
+        return NamedSharding(jax.make_mesh(shape, ("a", "b")[: len(shape)], axis_types=axes), spec)
+
+    def put(x, to):
+        return x if to is None else jax.sharding.reshard(x, to)
+
+    *given, streams = RESHARDED[case]
+    home, of_state, of_update = map(sharding, given)
+
+    def update(updates, state, params=None):
+        new = jax.tree.map(lambda m, u: put(0.9 * m + u, of_state), state, updates)
+        return jax.tree.map(lambda m: put(-1e-2 * m, of_update), new), new
+
+    inner = optax.GradientTransformation(lambda params: jax.tree.map(jnp.zeros_like, params), update)
+    w = np.random.default_rng(0).standard_normal((24, 16, 128), np.float32)
+    grads = jax.device_put({"w": w}, home or jax.devices()[0])
+    tx = jo.offload(inner, min_bytes=0, window=1)
+    (leaf,) = jo.placement(tx, grads).leaves
+    assert leaf.streams.startswith(streams)
+    updates, state = jax.jit(tx.update)(grads, tx.init(grads), grads)
+    wanted = jax.jit(inner.update)(grads, inner.init(grads), grads)
+    assert_close((updates, state), wanted, 1e-6)
+    assert state["w"].sharding.is_equivalent_to(wanted[1]["w"].sharding.with_memory_kind(HOST), 3)
+    assert updates["w"].sharding.is_equivalent_to(wanted[0]["w"].sharding, 3)
+
+
 def test_the_table_says_which_axis_and_why_none():
     mesh = mesh_of(AxisType.Auto)
     params = network(mesh, REPLICATED)

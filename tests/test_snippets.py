@@ -27,8 +27,8 @@ ROOT = Path(__file__).parents[1]
 BLOCK = re.compile(r"```python\n(.*?)```", re.DOTALL)
 # The most words on each page, 14,500 in all: a new page takes them from another.
 WORDS = {
-    "README.md": 500, "docs/plan.md": 990, "docs/step.md": 1200, "docs/frameworks.md": 820, "docs/trainers.md": 490,
-    "docs/options.md": 700, "docs/precision.md": 700, "docs/sharding.md": 1000, "docs/state.md": 1100,
+    "README.md": 540, "docs/plan.md": 1070, "docs/step.md": 1230, "docs/frameworks.md": 970, "docs/trainers.md": 540,
+    "docs/options.md": 700, "docs/precision.md": 700, "docs/sharding.md": 1000, "docs/state.md": 950,
     "docs/host_cores.md": 600, "docs/disk.md": 1000, "docs/inspect.md": 650, "docs/command_line.md": 400,
     "docs/recipes.md": 900, "docs/troubleshooting.md": 1200, "docs/migrate.md": 340, "docs/how_it_works.md": 900,
     "docs/api.md": 150, "docs/what_hides.md": 650,
@@ -110,7 +110,8 @@ def test_the_readme(capsys):
     found = run("README.md", {})
     assert found["state"][1][0].mu["layers"].sharding.memory_kind == "pinned_host"
     assert int(found["state"][1][0].count) == 5
-    assert "resident" in capsys.readouterr().out
+    answer = re.search(r"(?<=# )Pipelined fits.*?over\.", (ROOT / "README.md").read_text(), re.DOTALL)
+    assert answer and answer[0].replace("\n# ", " ") in " ".join(capsys.readouterr().out.split())
 
 
 @pytest.mark.parametrize(
@@ -148,7 +149,8 @@ def test_your_training_loop(section, tmp_path):
     if section == "optax":
         found["make_params"] = lambda: {"layers": jax.random.normal(jax.random.key(0), (4, 128, 128), jnp.bfloat16)}
         run_twice(loop, found)
-        exec(unclipped, found)
+        before = loop.partition("# 5. ")[0].replace("params(clipped)", "params(adamw)")
+        run_twice(before + unclipped, found | {"folder": tmp_path / "unclipped"})
     elif section == "annotated nnx":
         abstract = "graph, shapes = nnx.get_abstract_model(make_model, mesh)"
         assert f"`{abstract}`" in " ".join(page.split())
@@ -166,7 +168,9 @@ def test_your_training_loop(section, tmp_path):
     if section == "Flax linen":
         found["folder"] = tmp_path / "train_state"
         run_twice(in_section(section)[1], found)
-        assert found["run"].step == 8 and moments(found["run"].opt_state).sharding == moment.sharding
+        assert found["run"].step == 8
+        assert optax.tree.get(found["run"].opt_state, "learning_rate") == jnp.float32(3e-4)
+        assert moments(found["run"].opt_state).sharding == moment.sharding
 
 
 def test_nnx_with_batch_statistics(tmp_path):

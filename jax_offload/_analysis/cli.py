@@ -98,6 +98,7 @@ def parser() -> argparse.ArgumentParser:
     option("--disk", action="store_true", help="add a row with the state on disk")
     option("--optimizer", help="a name in optax or optax.contrib (default: adamw)")
     option("--param-dtype", help="(default: bfloat16)")
+    option("--compute-dtype", help="of activations and matmuls (default: the parameters')")
     option("--master", help="dtype of master parameters: float32")
     option("--storage", help="how moments are stored: bfloat16 (changes the numbers)")
     option("--clip", action="store_true", help="clip gradients by their global norm")

@@ -65,6 +65,7 @@ def plan(
     devices: int = 1,
     replicated: bool = False,
     param_dtype: str = "bfloat16",
+    compute_dtype: str | None = None,
     disk: bool = False,
     target: str | None = None,
 ) -> Plan:
@@ -99,6 +100,7 @@ def plan(
       devices: the number of devices over which the parameters are divided (FSDP), if ``params`` is a number.
       replicated: whether every device holds all parameters instead, if ``params`` is a number.
       param_dtype: the dtype of the parameters, if ``params`` is a number.
+      compute_dtype: the dtype of activations and matmuls, ``"bfloat16"`` say; the parameters' if left out.
       disk: whether to add a row with the state on disk.
       target: a chip to compile a step for, as ``jax_offload.inspect`` takes it (extra ``aot``).
 
@@ -141,6 +143,7 @@ def plan(
     params = jax.tree.map(lambda x: x if hasattr(x, "dtype") else jax.ShapeDtypeStruct((), jnp.result_type(x)), params)
     leaves = jax.tree.leaves(params)
     dtype = str(max(leaves, key=nbytes).dtype) if leaves else "float32"
+    dtype = dtype if compute_dtype is None else _float("compute_dtype", compute_dtype)
     count = max((s.num_devices for x in leaves if (s := sharding_of(x)) is not None), default=1)
     known = known.beside_others if known is not None and count > 1 else known
     if activations is not None:
@@ -153,7 +156,7 @@ def plan(
     if known and compute and (made is None or made.target is None):
         speed = f"{1e-12 / compute_time(known, 1.0, dtype):.4g} TFLOP/s"
         said.append(
-            f"arithmetic: {tokens:,} tokens × {OPERATIONS} operations per matrix parameter, at {speed}, take "
+            f"{dtype} arithmetic: {tokens:,} tokens × {OPERATIONS} operations per matrix parameter, at {speed}: "
             f"{in_seconds(compute)}"
         )
     limit = known.hbm_bytes if known and device_memory is None else device_memory
@@ -452,6 +455,12 @@ def replicated_axes(params: Any) -> tuple[str, ...]:
     return tuple(name for name, size in sizes if size > 1 and name not in used)
 
 
+def _float(name: str, dtype: str) -> str:
+    if str(dtype) not in FLOATING:
+        raise ValueError(f"{name}: expected one of {', '.join(FLOATING)}; got {dtype!r}.")
+    return str(dtype)
+
+
 def model_of(
     n: int, dtype: str, devices: int, replicated: bool, layers: int | None, width: int | None
 ) -> tuple[dict[str, Any], int, int]:
@@ -462,8 +471,7 @@ def model_of(
       ValueError: the dtype is none of floats, the parameters are too few for the layers, or the devices do not divide
         the width.
     """
-    if str(dtype) not in FLOATING:
-        raise ValueError(f"param_dtype: expected one of {', '.join(FLOATING)}; got {dtype!r}.")
+    dtype = _float("param_dtype", dtype)
     step = math.lcm(PER_WIDTH, 1 if replicated else devices)
     if width is None:
         ideal = (n / 12 / layers) ** 0.5 if layers else (PER_WIDTH * n / 12) ** (1 / 3)

@@ -56,7 +56,7 @@ class RowWise:
     @property
     def where(self) -> Where:
         """The axis, for the rules of equations."""
-        return Where(self.shape[self.axis], self.shape, self.axis)
+        return Where(self.shape[self.axis], self.shape, self.axis, self.shards)
 
 
 @dataclasses.dataclass(frozen=True)

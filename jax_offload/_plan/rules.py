@@ -6,8 +6,8 @@ axis is put together from the chunks' results, if the slice does not use it itse
 
 There is one registered rule for each primitive that keeps rows apart. It is asked where some operand has rows, and
 answers with the rows of the results and how the equation runs on a chunk, or with ``None``: then its rows depend on
-each other, or may, as under a primitive without a rule; the leaf is loaded whole. No rule is asked about a
-reduction over all rows, or about an equation with an effect.
+each other, or may, as under a primitive without a rule; the leaf is loaded whole. No rule is asked about an
+equation that reads a reduction over all rows, or has an effect.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from jax_offload._base.jaxprs import (
     run_equation,
     values_of,
 )
-from jax_offload._base.shardings import types_of_axes
+from jax_offload._base.shardings import shards_of, typed_sharding, types_of_axes
 from jax_offload._ir.primitives import ELEMENTWISE, REDUCE
 
 
@@ -61,11 +61,13 @@ class Dependent(Exception):
 
 
 class Where(NamedTuple):
-    """The chunked axis: its length, and the shape of a leaf with it. Values broadcast to that shape have rows too."""
+    """The chunked axis: its length, the shape of a leaf with it, and the number of shards of which a chunk has rows.
+    Values broadcast to that shape have rows too."""
 
     size: int
     shape: tuple[int, ...]
     axis: int
+    shards: int = 1
 
     def begins(self, shape: tuple[int, ...]) -> bool:
         """Whether an array of this shape begins as the leaf does, up to the axis."""
@@ -349,7 +351,16 @@ def rule_of(eqn: Equation, all_dims: Sequence[Dim], where: Where) -> Answer:
     answer = known(eqn, dims, where) if known else None
     if answer is None:
         raise Dependent(name)
+    if any(_divides(v.aval, d, where.shards) for v, d in zip(eqn.outvars, answer[0], strict=True)):
+        raise Dependent(f"{name} divides its rows between devices")
     return answer
+
+
+def _divides(aval: Aval, dim: Dim, shards: int) -> bool:
+    """Whether a type divides rows into parts that the rows of a chunk do not fill."""
+    if not isinstance(dim, Rows) or (sharding := typed_sharding(aval)) is None:
+        return False
+    return shards % shards_of(sharding, aval.shape)[dim.dim] > 0
 
 
 # ---- the rules of equations that hold others

@@ -9,12 +9,12 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping, Set
-from typing import Any, TypeGuard
+from typing import TypeGuard
 
 from jax_offload._base.arrays import nbytes
 from jax_offload._base.jaxprs import Aval, Var
 from jax_offload._base.memory import is_host_aval
-from jax_offload._base.shardings import padded, typed_sharding
+from jax_offload._base.shardings import same_sharding, typed_sharding
 from jax_offload._ir.slices import Slice
 from jax_offload._plan.plan import Chunked, Planned, Transfer, Whole
 from jax_offload._plan.rules import Dependent, Dim, Partial, Rows, Where, chunked_dims, rows_like
@@ -39,7 +39,7 @@ def transfer_of(s: Slice, reuse: Mapping[Var, Var], window: int) -> Transfer:
         return Whole("it moves to the host in this step")  # no host buffer yet to write its rows into
     old_of = buffers(s, reuse)
     if any(old is None and is_host_aval(v.aval) for v, old in zip(s.outputs, old_of, strict=True)):
-        return Whole("its next value is of another type, or not its own")
+        return Whole("its next value is of another type or sharding, or not its own")
     inner, why = s.core, "it is smaller than a tile"
     lead = max((v.aval for v in s.loads), key=nbytes)
     for axis in range(max(1, lead.ndim - 1)):
@@ -57,7 +57,7 @@ def transfer_of(s: Slice, reuse: Mapping[Var, Var], window: int) -> Transfer:
             why = "leaves of different shapes depend on each other"
             continue
         try:
-            out_dims = chunked_dims(inner.jaxpr, dims, Where(size, lead.shape, axis))
+            out_dims = chunked_dims(inner.jaxpr, dims, Where(size, lead.shape, axis, shards))
         except Dependent as dependent:
             why = str(dependent)
             continue
@@ -106,13 +106,10 @@ def buffers(s: Slice, reuse: Mapping[Var, Var]) -> list[Var | None]:
 
 def same_type(a: Aval, b: Aval) -> bool:
     """Whether a result of one type can take the buffer of an operand of the other."""
-
-    def type_of(x: Aval) -> tuple[Any, ...]:
-        typed = typed_sharding(x)
-        spec = padded(typed.spec, x.ndim) if typed else []
-        return x.shape, x.dtype, is_host_aval(x), spec if any(spec) else []
-
-    return type_of(a) == type_of(b)
+    if (a.shape, a.dtype, is_host_aval(a)) != (b.shape, b.dtype, is_host_aval(b)):
+        return False
+    ours, theirs = typed_sharding(a), typed_sharding(b)
+    return ours is theirs if ours is None or theirs is None else same_sharding(ours, theirs)
 
 
 # ---- groups of rows from disk

@@ -170,7 +170,8 @@ def _in_host_memory(x: Any) -> Any:
     if not hasattr(x, "dtype") or not np.ndim(x) or nbytes(x) < memory.DEFAULT_MIN_BYTES:
         return x
     if isinstance(x, jax.ShapeDtypeStruct):
-        return x if x.sharding is None else x.update(sharding=memory.with_kind(x.sharding, memory.HOST_KIND))
+        place = memory.with_kind(x.sharding, memory.HOST_KIND) if x.sharding is not None else None
+        return x if place is None else memory.abstract(x.shape, x.dtype, place, x.weak_type)
     return memory.well_typed(memory.to_host(x if isinstance(x, jax.Array) else jnp.asarray(x)))
 
 

@@ -1,7 +1,7 @@
 """Check a step, as it is written and as it is rewritten.
 
 A policy decides what runs where. If it leaves out an operand, or frees a buffer too early, the step that was written
-runs instead: a fault costs time, and never a crash or a number.
+runs instead: such a fault costs time, and never a crash or a number.
 """
 
 from __future__ import annotations

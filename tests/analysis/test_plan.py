@@ -394,6 +394,15 @@ def test_an_h100_moves_a_billion_parameters_in_the_time_that_was_measured():
     assert "each way at once, assumed" in " ".join(jo.plan(ADAMW, "1B", chip="a100").assumptions)
 
 
+def test_the_dtype_of_the_arithmetic():
+    """bfloat16 beside float32 parameters: half the activations, the matmuls of bfloat16, the same state."""
+    given = {"chip": "h100", "tokens_per_step": 16384, "layers": 32, "width": 2048, "param_dtype": "float32"}
+    own, mixed = jo.plan(ADAMW, "1B", **given), jo.plan(ADAMW, "1B", **given, compute_dtype="bfloat16")
+    assert mixed["offload"].activations * 2 == own["offload"].activations
+    assert mixed.compute == pytest.approx(own.compute * 320 / 650, rel=1e-3)
+    assert mixed["resident"].state == own["resident"].state and mixed["offload"].host == own["offload"].host
+
+
 def test_what_is_printed():
     """Two sentences and a line of code, eight rows at most, then inputs."""
     found = jo.plan(CLIPPED, "13B", chip="h100", device_memory="80GiB", tokens_per_step=16384)
@@ -478,6 +487,7 @@ def test_what_is_wrong_is_told(kwargs, says):
         (1e9, {"devices": 0}, "devices: expected how many"),
         (1e9, {"devices": 7, "width": 4096}, "width: 7 devices do not divide 4096 columns"),
         (1e9, {"param_dtype": "int8"}, "param_dtype: expected one of bfloat16"),
+        (1e9, {"compute_dtype": "bf16"}, "compute_dtype: expected one of bfloat16"),
         (1e6, {"layers": 80, "width": 9999}, "are too few for 80 layers of width 9999"),
     ],
 )

@@ -37,6 +37,7 @@ from tests.support.steps import (
 from tests.support.trees import assert_close, copied
 
 OLDEST = pytest.mark.oldest("jaxprs as they are written")
+DAILY = pytest.mark.daily("nothing else asks these questions")
 
 
 def updating(body):
@@ -86,6 +87,12 @@ def through_a_tower(tx, params, state, batch, value, grads):
 def raveling(tx, params, state, batch, value, grads):
     """Gradients are returned in another shape, in which a layer is many rows."""
     return *jo.update_params(tx, grads, state, params), jax.tree.map(jnp.ravel, grads)
+
+
+@updating
+def returning_the_smallest(tx, params, state, batch, value, grads):
+    """A minimum over all layers begins with the first layer, and not with zero."""
+    return *jo.update_params(tx, grads, state, params), jnp.abs(grads["layers"]).min()
 
 
 @updating
@@ -226,6 +233,7 @@ STEPS = {  # whether the update of the stack moves, or why it does not
     "reading after the update": (reading_after, True),
     "a mutable array": (with_a_ref, True),
     "another loop": (through_a_tower, True),
+    "the smallest gradient": (returning_the_smallest, True),
     "raveled gradients": (raveling, "merges its layers with other dimensions; scan over"),
     "another update in a cond": (another_in_a_cond, "another update runs in a cond of the step, and stays there"),
     "inside of a jit": (inside_jit, "it runs in a loop of its own, as pieces this small hide little"),  # the head
@@ -247,7 +255,10 @@ STEPS = {  # whether the update of the stack moves, or why it does not
 
 
 @OLDEST
-@pytest.mark.parametrize("name", STEPS)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[DAILY] * (name in ("the smallest gradient", "raveled gradients"))) for name in STEPS],
+)
 def test_the_numbers_are_those_of_the_plain_step(name):
     make, expected = STEPS[name]
     table = assert_as_plain(make, offloaded(ADAMW), ADAMW)
