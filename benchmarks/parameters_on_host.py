@@ -67,15 +67,15 @@ class Case:
         params = jax.tree.map(leaf, shapes, is_leaf=lambda s: isinstance(s, tuple))
         if isinstance(model, int):
             return params, leaf((model, 4096)), toy_loss
-        model = Loading(**vars(model)) if self.way == "MaxText" else model
         tokens = jax.ShapeDtypeStruct((model.sequences, model.context), jnp.int32, sharding=at)
-        return params, (tokens, tokens), model.loss
+        return params, (tokens, tokens), (Loading(**vars(model)) if self.way == "MaxText" else model).loss
 
     def measured(self) -> dict[str, Any]:
         params, batch, loss = self.arguments()
         inner = CLIPPED if "clipped" in self.way else ADAMW
         inner = jo.with_master_params(inner) if self.dtype == HALF else inner
-        tx = jo.offload(inner, **({"fraction": 0} if self.way.startswith("resident") else {"storage": self.storage}))
+        resident = self.way.startswith("resident")
+        tx = jo.offload(inner, fraction=0) if resident else jo.offload(inner, storage=self.storage)
         state, stacked = jo.abstract_state(tx, params), "w" if "w" in params else "blocks"
         if self.way in ("both", "clipped", "MaxText"):
             params[stacked] = jo.to_host(params[stacked])
