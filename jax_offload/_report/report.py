@@ -17,7 +17,7 @@ from jax.sharding import NamedSharding
 from jax_offload._base import memory as _memory
 from jax_offload._base.around import described
 from jax_offload._base.arrays import is_traced
-from jax_offload._base.jaxprs import Literal, Var
+from jax_offload._base.jaxprs import Equation, Literal, Var, called_by
 from jax_offload._base.on_disk import is_on_disk
 from jax_offload._base.shardings import shards_of
 from jax_offload._base.text import aligned, preformatted, terminal_width
@@ -301,10 +301,22 @@ def _ways(each: Found) -> Iterator[str]:
 
 def _put(trace: Any) -> set[Any]:
     """Return the host arrays that the step itself moves to the device, as it does if an update runs ahead of a scan."""
-    moves = [eqn for eqn in (trace.jaxpr.eqns if trace else ()) if eqn.primitive.name == "device_put"]
-    pairs = [pair for eqn in moves for pair in zip(eqn.invars, eqn.outvars, strict=True)]
-    is_host = _memory.is_host_aval
-    return {x for x, y in pairs if not isinstance(x, Literal) and is_host(x.aval) and not is_host(y.aval)}
+    return set() if trace is None else _put_by(trace.jaxpr.eqns)
+
+
+def _put_by(eqns: Sequence[Equation]) -> set[Any]:
+    found, is_host = set[Any](), _memory.is_host_aval
+    for eqn in eqns:
+        if eqn.primitive.name == "device_put":
+            moves = zip(eqn.invars, eqn.outvars, strict=True)
+            found |= {x for x, y in moves if not isinstance(x, Literal) and is_host(x.aval) and not is_host(y.aval)}
+        elif eqn.primitive.name == "jit":  # both halves of a pipelined step
+            inner = called_by(eqn).jaxpr
+            put = _put_by(inner.eqns)
+            found |= {
+                x for x, own in zip(eqn.invars, inner.invars, strict=True) if not isinstance(x, Literal) and own in put
+            }
+    return found
 
 
 def _in_words(said: Sequence[str]) -> str:
