@@ -180,7 +180,7 @@ def test_the_demo_says_what_offloading_did(demo):
     resident, usual, ours = shown.ways
     assert resident.host == 0 < ours.host <= usual.host
     assert 0 < ours.peak < resident.peak and ours.timeline.segments
-    assert ours.parts["optimizer state"] < 0.01 * resident.parts["optimizer state"]
+    assert ours.parts["optimizer state"] < 0.1 * resident.parts["optimizer state"]
     assert ours.parts["temporary"] < usual.parts["temporary"]
 
 

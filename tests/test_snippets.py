@@ -280,6 +280,8 @@ def test_on_disk(tmp_path):
 
 def test_looking_at_a_step(tmp_path):
     """Without a target here: ``tests/analysis`` compiles for chips that are absent."""
+    if jax.__version_info__ < (0, 11):
+        pytest.skip("jax 0.10's profiler crashes in a process that has compiled for a chip that is not there")
     found = Reader(tmp_path).namespace
     found["train"] = jo.pipelined(found["step"], donate_argnums=(0, 1))
     code = "\n".join(blocks("docs/inspect.md"))
