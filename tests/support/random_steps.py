@@ -778,7 +778,8 @@ class Step:
             case "copy":
                 new["target"] = jax.tree.map(jnp.copy, new["params"])
             case "old":
-                new["target"] = given["params"]
+                old = given["params"]  # returned as it came it would stay in host memory
+                new["target"] = jax.tree.map(jnp.copy, old) if AWAY in self.mode else old
         new["metrics"] = self.metrics(given, new, value, grads, aux)
         if r["train state"]:
             new["train"] = {"state": new.pop("state"), "params": new.pop("params")}
