@@ -95,8 +95,8 @@ class Chips:
     Args:
       name: a name that the library knows (``a100``, ``h100``, ``h200``, ``b200``, ``gh200``, ``gb200``, ``v5e``,
         ``v5p``, ``v6e``); jax's name for a device, ``jax.devices()[0].device_kind``; the path of your own file,
-        ``my_chip.toml``, with the fields of ``Chip`` at its top level; or a ``Chip``, which is returned. Figures that a
-        file lacks are those of the chip that its line ``like = "a100"`` names, or of an ``h100``.
+        ``my_chip.toml``, with the fields of ``Chip`` at its top level; or a ``Chip``, which is returned. A file takes
+        the figures that it lacks from the chip in its line ``like = "a100"``, or from the ``h100``.
 
     Returns:
       A ``Chip``. ``jax_offload.chip.measured()`` returns this machine's accelerator, with its link measured.

@@ -111,7 +111,7 @@ class Compiled:
             elif given is not None and given.gradient and floating:
                 kind = "gradients"
             elif floating and array.shape and returned:
-                kind = "parameters"  # what belongs to no state and comes back
+                kind = "parameters"  # returned, and part of no state
             parts[kind] += 0 if array.host and self.target != "cpu" else array.nbytes
         parts["other arguments"] += m.argument_size_in_bytes - sum(parts.values())  # a TPU pads them
         parts["new results"] = m.output_size_in_bytes - m.alias_size_in_bytes

@@ -14,7 +14,7 @@ from functools import cached_property
 
 Place = tuple[int, ...]  # of an array in the tuples of a type
 
-SCOPE = re.compile(r"jax_offload/(prefetch|update|write-back)/")  # in the names of what an offload's update makes
+SCOPE = re.compile(r"jax_offload/(prefetch|update|write-back)/")  # in the names of an offloaded update's operations
 
 _HOST = "S(5)"  # XLA's number for the host's memory space
 _HEADER = re.compile(r"(ENTRY )?%([\w.\-]+) \(")
@@ -476,5 +476,5 @@ def _shared(op: Op) -> Iterator[tuple[Key, Key]]:
         for parameter in callee.parameters.values():
             if parameter.number < len(given):
                 yield from (((parameter, place), (given[parameter.number], place)) for place in parameter.leaves)
-        if op.opcode != "while" or k:  # a condition has a result of its own
+        if op.opcode != "while" or k:  # a condition's result is not the loop's
             yield from (((callee.root, place), (op, place)) for place in op.leaves)

@@ -407,7 +407,7 @@ def sizes_of(tx: Any, params: Any, run: str) -> dict[str, Any]:
     if run == "jax.jit":
         return sizes | {"window": 0, "loaded": 0, "stored": 0, "waits": False}
     table, found = of_transformation(tx, params)
-    if table.unknown:  # its update needs arguments that only a step has
+    if table.unknown:  # only a step has the arguments of its update
         return sizes | {"window": None, "loaded": None, "stored": sizes["host"] + sizes["disk"], "waits": False}
     updates = [each.update for each in found]
     planned = [p for update in updates for p in update.planned if not p.on_cores]

@@ -122,7 +122,7 @@ class Program:
 
     def __init__(self, module: Module, chip: Chip) -> None:
         self.chip, self.module = chip, module
-        self.cache = "S(1)" if chip.platform == "tpu" else "none"  # its memory on the chip
+        self.cache = "S(1)" if chip.platform == "tpu" else "none"  # a TPU's on-chip memory
         self.buffers = Buffers(module)
         self._known: dict[Computation, list[Cost]] = {}
         self.now, self.free = 0.0, defaultdict[str, float](float)
@@ -289,37 +289,37 @@ class Timeline:
 
     @cached_property
     def compute(self) -> float:
-        """The seconds in which something is computed, and those of waits for copies within the device."""
+        """The seconds of arithmetic, with waits for copies within the device."""
         return self._seconds(COMPUTE)
 
     @cached_property
     def loading(self) -> float:
-        """The seconds in which something is copied from the host."""
+        """The seconds of copies from the host."""
         return self._seconds(LOAD)
 
     @cached_property
     def storing(self) -> float:
-        """The seconds in which something is copied to the host."""
+        """The seconds of copies to the host."""
         return self._seconds(STORE)
 
     @cached_property
     def overlap(self) -> float:
-        """The seconds in which something is copied and something is computed."""
+        """The seconds in which copies overlap with arithmetic."""
         return self.compute + self._seconds(LOAD, STORE) - self._seconds(COMPUTE, LOAD, STORE)
 
     @cached_property
     def collectives(self) -> float:
-        """The seconds in which devices exchange something."""
+        """The seconds of collectives."""
         return self._seconds(COLLECTIVES)
 
     @cached_property
     def exposed_collectives(self) -> float:
-        """The seconds in which devices exchange something and nothing is computed."""
+        """The seconds of collectives beside which nothing is computed."""
         return length(without(self.spans(COLLECTIVES), self.spans(COMPUTE))) / self.steps
 
     @cached_property
     def exposed(self) -> float:
-        """The seconds in which something is copied, nothing is computed, and devices exchange nothing."""
+        """The seconds of copies that overlap with neither arithmetic nor collectives."""
         return length(without(self.spans(LOAD, STORE), self.spans(COMPUTE, COLLECTIVES))) / self.steps
 
     @cached_property

@@ -26,7 +26,7 @@ def is_host_aval(aval: Any) -> bool:
 
 
 def on_device_aval(aval: Any) -> Any:
-    """Return an abstract value as it is once it is on the device."""
+    """Return the type of a value after its move to the device."""
     return aval.update(memory_space=Space.Device) if is_host_aval(aval) else aval
 
 

@@ -75,7 +75,7 @@ class Place(HostStruct):
 
 
 def _refusing(name: str) -> Callable[..., Any]:
-    """Make a method that raises the error of whatever computes with a leaf on disk and is no update."""
+    """Make a method that raises the error for arithmetic on a leaf on disk outside an update."""
 
     def refuse(self: Token | OnDisk, *args: Any, **kwargs: Any) -> Any:
         place = self.place

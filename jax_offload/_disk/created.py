@@ -1,4 +1,4 @@
-"""The option ``disk`` of ``offload``: which leaves of a state go to files, and how they are made.
+"""The option ``disk`` of ``offload``: which leaves of a state go to files, and how to make them.
 
 A state is made leaf by leaf, so that the whole of it is never in memory.
 """

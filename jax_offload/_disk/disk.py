@@ -325,7 +325,7 @@ class Disk:
         found = self._leaf(name).within(rows)
         self._updating = True
         before = [self._writing[k] for k, _ in found if k in self._writing]  # of a leaf that no update reads
-        value = [x]  # the task outlives its end by a moment, and would keep the array
+        value = [x]  # the task would keep the array alive for a moment after its end
 
         def write() -> None:
             wait(before)

@@ -40,7 +40,7 @@ from jax_offload._base.shardings import (
 )
 from jax_offload._disk.store import Entry
 
-_TREE = "tree"  # the array that says what the others are
+_TREE = "tree"  # the array that describes the others
 
 # ---- a leaf of the state -------------------------------------------------------------------------------------------
 
@@ -188,7 +188,7 @@ def _check_stored(path: str, x: Any) -> None:
             f"tree: {path} is {x.dtype}{list(x.shape)} that was donated to a step, and is deleted. Fix: commit the "
             "step's results instead of its arguments."
         )
-    named = False  # text, records and other byte orders have names that do not identify them
+    named = False  # the names of text, records and other byte orders do not identify them
     with contextlib.suppress(TypeError):
         named = not isinstance(x.dtype, np.dtype) or (np.dtype(x.dtype.name) == x.dtype and not x.dtype.hasobject)
     if not named:
@@ -250,7 +250,7 @@ def unpacked(
             if "key" not in row:
                 checked(path, like, jax.ShapeDtypeStruct(shape, dtype))
             boxes = {name: box_of_shape(shape)}
-            if "parts" in row:  # of this process
+            if "parts" in row:  # one of this process's parts
                 boxes = {f"{name}.{k}": tuple(map(tuple, box)) for k, box in enumerate(row["parts"])}
             arrays = {box: np.frombuffer(beside[k].tobytes(), dtype).reshape(shape_of(box)) for k, box in boxes.items()}
             x = placed(path, [*arrays.items()], shape, place)

@@ -89,7 +89,7 @@ def brought_back(x: jax.Array, sharding: Sharding) -> jax.Array:
         return x
     as_it_is = with_kind(sharding, str(x.sharding.memory_kind))
     if x.sharding.device_set == sharding.device_set:
-        if not x.sharding.is_equivalent_to(as_it_is, x.ndim):  # it is divided otherwise in device memory
+        if not x.sharding.is_equivalent_to(as_it_is, x.ndim):  # device memory divides it in another way
             x = jax.device_put(jax.device_put(x, with_kind(x.sharding, DEVICE_KIND)), with_kind(sharding, DEVICE_KIND))
     elif not _is_plain(x, sharding):
         return jax.device_put(np.asarray(x), as_it_is, may_alias=on_host(x))

@@ -183,7 +183,7 @@ class Moves:
       reads: variable that is read -> its part of a leaf.
       writes: variable -> the parts of leaves that are its values.
       now: for each task, what it reads.
-      ahead: for each task, what begins to be read then: its own leaves, and those of the next tasks that read files.
+      ahead: for each task, the leaves to start reading: its own, and those of the next tasks that use files.
       waiting: for each task, how many groups of writes may be under way beside it; the pass waits for none.
       due: for each task, the results that can be written after it.
     """
@@ -203,7 +203,7 @@ class Moves:
         begun, written = set[Var](), list[int]()
         for k, task in enumerate(tasks):
             now, following = self.now[k], [*itertools.islice(filter(None, self.now[k + 1 :]), DEPTH)]
-            if not now and not written and following:  # the first of them is the one that is needed
+            if not now and not written and following:  # the nearest one is needed first
                 now, *following = following
             wanted = itertools.chain(now, *following[: _beside(map(_bytes_of, following))])
             self.ahead.append([v for v in dict.fromkeys(wanted) if v not in begun])
@@ -212,7 +212,7 @@ class Moves:
             written += [_bytes_of(self.due[k])] if self.due[k] else []
 
     def _when_written(self, tasks: Sequence[Task]) -> list[list[Var]]:
-        """Return the results that can be written after each task: they exist by then, and no later task reads them or
+        """Return the results that each task releases for writing: they exist, and no later task reads them or
         the old values of their rows."""
         last = {v: k for k, task in enumerate(tasks) for v in (*task.outputs, *task.inputs)}
         read_by: dict[Place, list[tuple[Range | None, int]]] = {}

@@ -139,7 +139,7 @@ class Driven:
         return jit(lambda xs: xs, out_shardings=self._everywhere)
 
     def _arrays(self, xs: Sequence[Any]) -> list[Any]:
-        """Make arrays of numbers and of NumPy arrays, which may be rewritten, as ``jax.jit`` does. jax's own arrays and
+        """Convert numbers and NumPy arrays, which the caller may overwrite, as ``jax.jit`` does. jax's own arrays and
         the tokens of leaves on disk stay as they are."""
         others = {k: x for k, x in enumerate(xs) if not isinstance(x, jax.Array | Token)}
         brought = self._bring(others) if others else others

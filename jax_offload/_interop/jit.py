@@ -215,7 +215,7 @@ class Step:
         given = _without(static, args, kwargs)
         step = functools.partial(fun, **named) if named else fun
         closed, result = traced_step(step, *args, static=numbers, named=given[1])
-        on_disk = any(map(is_on_disk, jax.tree.leaves(given, is_leaf=is_on_disk)))  # which is no program's operand
+        on_disk = any(map(is_on_disk, jax.tree.leaves(given, is_leaf=is_on_disk)))  # no program can take it
         if self._driven and (on_disk or is_driven(closed)):
             return Undone.left(closed, result, static)
         results = jax_fun(closed if self._as_written else rewritten(closed))(*jax.tree.leaves(given))
@@ -268,7 +268,7 @@ class Jitted:
 
     @functools.cached_property
     def _programs(self) -> tuple[Any, Any]:
-        """The step as a program, and as one whose state moves in a scan: jax is to know the compiler's options first.
+        """The step as a program, and as one that moves its state in a scan: jax takes the compiler's options first.
 
         They are made when they are first needed: a backend says whether jaxlib knows our options.
         """
@@ -277,7 +277,7 @@ class Jitted:
         return jit_of_jax(self._called, **first), jit_of_jax(self._called, **second)
 
     def _compiling(self, ours: Mapping[str, Any]) -> dict[str, Any]:
-        """The compiler's options: those that were given, or else ours."""
+        """The compiler's options: the caller's, or else ours."""
         return dict((self._options["compiler_options"] or {}) if "compiler_options" in self._options else ours)
 
     def _outermost(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:

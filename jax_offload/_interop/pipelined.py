@@ -307,7 +307,7 @@ class Pipelined:
         return self.step(*bound.args, **bound.kwargs)
 
     def _program(self, types: Types, rest: Mapping[str, Any], static: Sequence[Any]) -> Rotated:
-        """The step turned round. jax has one trace for all that it takes as one program: arguments of the same types,
+        """The step turned round. jax keeps one trace for each program: for arguments of the same types,
         static arguments, settings of jax."""
         traced = self._by_name.trace(types.carried, rest, *static)
         key = traced.jaxpr, types

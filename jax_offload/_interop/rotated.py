@@ -131,7 +131,7 @@ class Rotated:
         known = {*program.inputs[: len(program.consts)]} | after_gradients
         kept = {v for v in read if v not in known}
         produced = [v for v in dict.fromkeys(read) if v in kept and v not in {*inputs}]
-        # A carried argument that nothing late reads keeps its place, so that places do not depend on the step.
+        # An argument that nothing late reads keeps its place, so that places do not depend on the step.
         self._own = dict(zip(names_of(carried), own, strict=True))
         self._keys = (
             {v: name for name, v in self._own.items() if v in kept},
@@ -169,7 +169,7 @@ class Rotated:
         """The types of the values that a call keeps. Gradients are divided like their state or parameter."""
         produced, _, _ = jax.eval_shape(self.before, leaves, arrays)
         given = dict(zip(self._cut.program.inputs[len(self._cut.program.inputs) - len(arrays) :], arrays, strict=True))
-        # where nothing tells, as arrays on the host are, if those are on one device
+        # otherwise like the arrays on the host, if those are on one device
         alone = (s for x in leaves if (s := getattr(x, "sharding", None)) and s.memory_kind == HOST_KIND)
         alone = next((s for s in alone if s.num_devices == 1), None)
 

@@ -320,7 +320,7 @@ def is_load(eqn: Equation) -> bool:
 
 
 def load_of(store: Equation) -> Equation:
-    """The equation that loads what another has stored, of the same variables."""
+    """The equation that loads what another equation has stored."""
     (h,), (v,) = store.outvars, store.invars
     (load,) = jaxpr_of(to_device, h.aval)[0].jaxpr.eqns
     return load.replace(invars=[h], outvars=[cast(Var, v)])

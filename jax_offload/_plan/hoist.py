@@ -41,7 +41,7 @@ MICROBATCHES = "its gradient is summed over microbatches in a scan, and the last
 NEEDED_BEFORE = (
     "new parameters are needed as a whole before the scan that reads them by layers; use them whole after that scan"
 )
-MERGED = "a reshape merges its layers with other dimensions; scan over the first dimension of the stack as it is"
+MERGED = "a reshape merges its layers with other dimensions; scan over the stack's own first dimension"
 IN_GROUPS = "a scan over groups of layers reads them outside of the scan inside it, too; read them only in that scan"
 ROWS = Window(0, "rows of the scan's iterations")  # `InScan.planned` counts their bytes
 LEAST_ROW = 2**16  # bytes: smaller rows are updated faster together, after the scan
@@ -227,7 +227,7 @@ class Hoist:
 
     def _reread(self, moving: Set[Var]) -> dict[int, Planned]:
         """Map the number of one of the scan's ``xs`` to how its rows are made of rows of leaves that move in the scan:
-        of operands that it overwrites, and of leaves on the host. What the step has stored there is loaded again."""
+        of operands that it overwrites, and of leaves on the host. It loads again what the step has stored there."""
         found, scan, eqns = dict[int, Planned](), self.scan, self.program.eqns[: self.at]
         copies = {v: (k, load_of(eqn)) for k, eqn in enumerate(eqns) if is_store(eqn) for v in variables(eqn.invars)}
         makers = {**made_by(eqns), **copies}
@@ -244,7 +244,7 @@ class Hoist:
             few = sum(nbytes(v.aval) for v in s.loads) <= 2 * nbytes(x.aval)
             if not large or not few or not all(map(needed.get, leads)) or not s.core.loads.issuperset(s.loads):
                 continue
-            if s.loads and self.nest:  # a group would be loaded as a whole
+            if s.loads and self.nest:  # it would load a whole group
                 continue
             rows = needed[leads[0]]
             if rows is None or any(self._is_divided(v, needed[v]) for v in s.loads):

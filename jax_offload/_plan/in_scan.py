@@ -51,13 +51,13 @@ class Nest:
 
     @property
     def handed_on(self) -> dict[int, int]:
-        """Number of one of the inner ``xs`` -> of the outer one whose groups it is."""
+        """Number of one of the inner ``xs`` -> number of the outer ``xs`` that holds its groups."""
         inputs = self.body.inputs[len(self.body.inputs) - len(self.outer.xs) :]
         number = {v: k for k, v in enumerate(inputs)}
         return {j: number[x] for j, x in enumerate(self.inner.xs) if not isinstance(x, Literal) and x in number}
 
     def hands_on(self, xs: Iterable[int]) -> bool:
-        """Whether nothing but the inner scan, row by row, reads these of the outer ``xs``."""
+        """Whether only the inner scan reads these outer ``xs``, row by row."""
         first = len(self.body.inputs) - len(self.outer.xs)
         read = {*self.before.inputs, *self.after.inputs, *variables([*self.inner.consts, *self.inner.init])}
         handed_on = {*self.handed_on.values()}
@@ -120,7 +120,7 @@ class InScan:
 
     @property
     def planned(self) -> list[Planned]:
-        """The updates inside, and the loads of what is only read; their window is three rows of each leaf."""
+        """The updates inside, and loads of parameters that are only read; their window is three rows of each leaf."""
         updated = {v for move in self.moves for v in move.slice.loads}
         only_read = [each for each in self.reread.values() if not updated.issuperset(each.slice.loads)]
         found = [*self.moves, *only_read]
@@ -131,7 +131,7 @@ class InScan:
 
     @property
     def loads_again(self) -> set[Var]:
-        """The scan's ``xs`` that it needs only by rows that it loads."""
+        """The ``xs`` of which the scan needs only the rows that it loads."""
         read = {*variables([*self.scan.consts, *self.scan.init])}
         apart = {*variables(x for k, x in enumerate(self.scan.xs) if k not in self.reread)}
         return {*variables(self.scan.xs)} - read - apart
@@ -217,14 +217,14 @@ class InScan:
         body = flat((self.nest.inner if self.nest else self.scan).body, opens=lambda _: True)
         if not self.moves:
             found = phases(body, [1])
-            assert found is not None  # of one there always is
+            assert found is not None  # one phase always exists
             return [self.hosts], found
         two, three = _balanced(self.hosts, 2), _balanced(self.hosts, 3)
         gains = sum(self._times(three)) < LEAST_GAIN * sum(self._times(two))
         if gains and (found := phases(body, self._times(three))) is not None:
             return three, found
         found = phases(body, self._times(two))
-        assert found is not None  # of two there are always
+        assert found is not None  # two phases always exist
         return two, found
 
     def _times(self, groups: Groups) -> list[int]:

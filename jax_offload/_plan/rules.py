@@ -61,7 +61,7 @@ class Dependent(Exception):
 
 
 class Where(NamedTuple):
-    """The chunked axis: its length, the shape of a leaf with it, and the number of shards of which a chunk has rows.
+    """The chunked axis: its length, the shape of a leaf with it, and the number of shards that a chunk takes rows from.
     Values broadcast to that shape have rows too."""
 
     size: int

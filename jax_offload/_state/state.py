@@ -166,7 +166,7 @@ def to_host(tx: Any, state: Any = None, params: Any = None) -> Any:
 
 
 def _in_host_memory(x: Any) -> Any:
-    """Return a large array in pinned host memory, as it is described if it is abstract."""
+    """Move a large array to pinned host memory; an abstract array gets that memory in its type."""
     if not hasattr(x, "dtype") or not np.ndim(x) or nbytes(x) < memory.DEFAULT_MIN_BYTES:
         return x
     if isinstance(x, jax.ShapeDtypeStruct):

@@ -4,7 +4,7 @@
 - A loop that takes its layers by their numbers, and sums their gradients up, becomes a scan over stacked layers.
 - Rows that a scan loads from host memory, or stores there, move as a whole before it, or after it.
 - A scan over layers that the step itself has stacked becomes the layers one after the other.
-- Two scans over the same layers, of which none needs the other, become one scan.
+- Two independent scans over the same layers become one scan.
 - An update of gradients that a ``shard_map`` makes moves into it.
 - Updates in a branch become one that always runs, and chooses between the results of all branches.
 """
@@ -117,7 +117,7 @@ def _after_shard_map(program: Program, at: int) -> list[Equation]:
 
 
 def _is_whole(update: Update, manual: Set[str]) -> bool:
-    """Whether each device is known to have all of an update's operands whole."""
+    """Whether each device is known to hold all operands of an update whole."""
     for claim in update.claims:
         specs = [s.spec if isinstance(s, NamedSharding) else None for s in claim.options.shardings.values()]
         if claim.options.partitions or claim.options.unknown or not specs or None in specs:
@@ -130,7 +130,7 @@ def _is_whole(update: Update, manual: Set[str]) -> bool:
 def _moved_inside(program: Program, at: int, moved: Sequence[Equation]) -> Program:
     """Return the program with equations behind the ``shard_map`` at equation ``at`` inside of it."""
     this, gone = program.eqns[at], {*map(id, moved)}
-    # what it has whole as an operand is no second one, or new parameters could not overwrite the old ones
+    # a whole operand is passed once, or new parameters could not overwrite the old ones
     whole = {v: k for k, (v, spec) in enumerate(zip(this.invars, this.params["in_specs"], strict=True))
              if isinstance(v, Var) and not any(spec)}  # fmt: skip
     there = {*whole, *(v for eqn in (this, *moved) for v in eqn.outvars)}
@@ -398,8 +398,8 @@ def _moved_as_a_whole(program: Program, at: int) -> Program:
             stores[eqn.outvars[0]] = eqn.invars[0]
         elif ins and eqn.primitive.name in ELEMENTWISE | SHAPES and all(v in row_of or v in cheap for v in ins):
             cheap.update(eqn.outvars)
-    made = list[Atom]()  # the rows that the body still makes
-    again = dict[int, Slice]()  # number of one of the ys -> how it is made of leaves
+    made = list[Atom]()  # rows that the body still makes
+    again = dict[int, Slice]()  # number of one of the ys -> the slice that makes it from leaves
     for j, v in enumerate(outputs[m:]):
         if isinstance(v, Var) and (v in row_of or v in cheap):
             eqns, _ = needed_for(new.eqns, [v], through=lambda eqn: cheap.issuperset(eqn.outvars))

@@ -1,4 +1,4 @@
-"""Inline a step's updates, so that each equation of theirs can run where its operands are made."""
+"""Inline a step's updates, so that each of their equations can run where its operands are made."""
 
 from __future__ import annotations
 
@@ -242,7 +242,7 @@ def _waiting(program: Program, next_of: Mapping[Var, Var]) -> dict[Var, Var]:
     made_of = {v: mask for v, mask in zip(program.outputs, masks, strict=bool(masks)) if isinstance(v, Var)}
     for v in results:
         alike = [x for x in free if same_type(x.aval, v.aval)] if v not in next_of else []
-        alike.sort(key=lambda x: not made_of[v] & bits[x])  # new parameters rather where the old ones were
+        alike.sort(key=lambda x: not made_of[v] & bits[x])  # new parameters go where the old ones were
         old = next(iter(alike), None)
         if old is not None:
             found[v] = old

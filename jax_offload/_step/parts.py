@@ -194,7 +194,7 @@ def _parts(step: Inlined, plans: Mapping[int, InScan], moved: Set[int]) -> tuple
         nodes.append(_whole(rests[-1]))
     order, why = (None, "") if plans or not rests else _between_passes(step, nodes)
     if order is None:
-        if not plans:  # nothing but the update holds the passes back
+        if not plans:  # only the update holds the passes back
             nodes = [Node(rests.pop(0), n.reads, n.makes) if isinstance(n.payload, Update) else n for n in nodes]
         order = topological(nodes, range(len(nodes)))
         order = in_turn(order) if plans else order
@@ -277,7 +277,7 @@ def peeled(program: Program, at: int, *, first: bool = False) -> Program:
     if any(is_host_aval(v.aval) for v in (*scan.xs, *scan.ys)):
         raise CannotHoist("it reads or makes rows in host memory, which would be copied there; load them before it")
     body = jax_fun(scan.body)
-    in_front = first != scan.reverse  # which row the iteration has
+    in_front = first != scan.reverse  # which row the iteration reads
     others, apart = (slice(1, None), 0) if in_front else (slice(-1), -1)
 
     def run(*operands: Any) -> list[Any]:

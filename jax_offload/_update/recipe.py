@@ -350,8 +350,9 @@ def old_where(skip: jax.Array | None, old: Any, new: Any) -> Any:
         return new
 
     def chosen(old: Any, new: Any) -> Any:
-        kept, new_type = to_device(old), new.dtype
-        kept = kept if jnp.promote_types(old.dtype, new_type) == new_type else kept.astype(new_type)  # or stays weak
+        kept = to_device(old)
+        if jnp.promote_types(old.dtype, new.dtype) != new.dtype:  # not always: a cast drops a weak type
+            kept = kept.astype(new.dtype)
         x = jnp.where(skip, kept, to_device(new))
         return to_host(x) if on_host(new) else x
 
