@@ -13,8 +13,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import jax_offload as jo
-from jax_offload._analysis.answer import BACKWARD, OPERATIONS
-from jax_offload._analysis.timeline import compute_time, link_time
+from jax_offload._look.answer import BACKWARD, OPERATIONS
+from jax_offload._look.timeline import compute_time, link_time
 
 # bytes that a parameter's state takes each way, at each step
 STORAGES = {"float32 moments, masters": 12.0, "float32 moments": 8.0, "bfloat16": 4.0, "int8": 2.0625}
