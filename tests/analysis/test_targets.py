@@ -9,7 +9,7 @@ from pathlib import Path
 import jax
 import pytest
 
-from jax_offload._analysis import compiled as targets
+from jax_offload._look import compiled as targets
 
 H200, V5E = targets.target_of("h200"), targets.target_of("v5e:2x2")
 
@@ -47,7 +47,7 @@ def test_a_topology_that_is_none_names_those_that_are(monkeypatch):
 def test_a_process_in_which_jax_had_started():
     """Without CUDA's libraries jax gives the plugin up at its start, loudly, and takes the CPU."""
     code = (
-        "import jax; jax.devices(); from jax_offload._analysis.compiled import _devices, target_of;"
+        "import jax; jax.devices(); from jax_offload._look.compiled import _devices, target_of;"
         "print(len(_devices(target_of('h200'), 1)))"
     )
     env = {k: v for k, v in os.environ.items() if k not in ("JAX_PLATFORMS", *targets._ENVIRONMENT)}

@@ -12,8 +12,7 @@ import jax
 import numpy as np
 import pytest
 
-from jax_offload._base import processes
-from jax_offload._disk import disk
+from jax_offload._disk import disk, processes
 from jax_offload._disk.store import NEXT, Entry
 from tests.disk.faulty import NO_SPACE, Faulty, error, no_fault
 
