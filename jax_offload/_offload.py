@@ -10,7 +10,33 @@ import jax
 import optax
 from jax.core import Tracer
 
-from jax_offload._base.around import (
+from jax_offload._disk.disk import Disk
+from jax_offload._disk.placeholder import opened
+from jax_offload._emit.recipe import (
+    checked_skip,
+    old_where,
+    returned,
+    sharded_params,
+    streamed,
+    where_it_was,
+    zero_where,
+)
+from jax_offload._program.arrays import Offloaded, is_array
+from jax_offload._program.donation import Home, guarded
+from jax_offload._program.memory import DEFAULT_MIN_BYTES, loaded, on_host, stored, under_jit
+from jax_offload._program.shardings import Layouts, inside_shard_map, types_tell
+from jax_offload._rewrite.created import check_disk, created, places_of, refused
+from jax_offload._schedule.options import Options, Order
+from jax_offload._state.arguments import (
+    arrived,
+    check_eager,
+    check_gradients,
+    check_inner,
+    check_on_device,
+    check_params,
+    check_places,
+)
+from jax_offload._state.around import (
     NESTED,
     Remembered,
     around,
@@ -21,23 +47,8 @@ from jax_offload._base.around import (
     within_offload,
     without_sharding,
 )
-from jax_offload._base.arrays import Offloaded, is_array
-from jax_offload._base.donation import Home, guarded
-from jax_offload._base.memory import DEFAULT_MIN_BYTES, loaded, on_host, stored, under_jit
-from jax_offload._base.on_disk import opened
-from jax_offload._base.shardings import Layouts, inside_shard_map, types_tell
-from jax_offload._disk.created import check_disk, created, places_of, refused
-from jax_offload._disk.disk import Disk
-from jax_offload._placement.arguments import (
-    arrived,
-    check_eager,
-    check_gradients,
-    check_inner,
-    check_on_device,
-    check_params,
-    check_places,
-)
-from jax_offload._placement.placement import (
+from jax_offload._state.masters import checked_update
+from jax_offload._state.placement import (
     Policy,
     Select,
     marked,
@@ -45,20 +56,9 @@ from jax_offload._placement.placement import (
     place_next,
     warn_of_nothing,
 )
-from jax_offload._placement.zero import check_not_manual, check_typed, partitions, resharded, resharded_state
-from jax_offload._plan.options import Options, Order
-from jax_offload._precision.masters import checked_update
-from jax_offload._precision.storage import adopted, rules_of, warn_of_unstored, with_storage
 from jax_offload._state.state import abstract_leaves, placed_leaves
-from jax_offload._update.recipe import (
-    checked_skip,
-    old_where,
-    returned,
-    sharded_params,
-    streamed,
-    where_it_was,
-    zero_where,
-)
+from jax_offload._state.storage import adopted, rules_of, warn_of_unstored, with_storage
+from jax_offload._state.zero import check_not_manual, check_typed, partitions, resharded, resharded_state
 
 
 def offload(

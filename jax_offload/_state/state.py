@@ -18,20 +18,19 @@ import optax
 from jax.core import Tracer
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
-from jax_offload._base import memory
-from jax_offload._base.around import described
-from jax_offload._base.arrays import is_like, nbytes
-from jax_offload._base.donation import guarded
-from jax_offload._base.jaxprs import Literal, jaxpr_of
-from jax_offload._base.on_disk import brought, check_in_memory, is_on_disk
-from jax_offload._base.own_primitives import marks_in
-from jax_offload._base.paths import leaves_with_paths, owners
-from jax_offload._base.shardings import is_explicit, sharding_of, shards_of, typed_sharding, without_axes
-from jax_offload._placement.arguments import AROUND, check_transformation
-from jax_offload._placement.placement import Leaf, unmanaged
-from jax_offload._placement.zero import axes_in_parameter, state_sharding
-from jax_offload._precision.masters import MasterState
-from jax_offload._precision.storage import (
+from jax_offload._disk.placeholder import brought, check_in_memory, is_on_disk
+from jax_offload._program import memory
+from jax_offload._program.arrays import is_like, nbytes
+from jax_offload._program.donation import guarded
+from jax_offload._program.jaxprs import Literal, jaxpr_of
+from jax_offload._program.own_primitives import marks_in
+from jax_offload._program.paths import leaves_with_paths, owners
+from jax_offload._program.shardings import is_explicit, sharding_of, shards_of, typed_sharding, without_axes
+from jax_offload._state.arguments import AROUND, check_transformation
+from jax_offload._state.around import described
+from jax_offload._state.masters import MasterState
+from jax_offload._state.placement import Leaf, unmanaged
+from jax_offload._state.storage import (
     StoredState,
     decoded,
     encoded,
@@ -39,6 +38,7 @@ from jax_offload._precision.storage import (
     is_encoded,
     is_stored,
 )
+from jax_offload._state.zero import axes_in_parameter, state_sharding
 
 
 def abstract_state(tx: optax.GradientTransformation, params: Any) -> Any:
