@@ -126,23 +126,6 @@ def test_order_decides_what_a_fraction_takes(names, order, taken):
     assert {leaf.param for leaf in jo.placement(tx, params).leaves if leaf.host} == taken
 
 
-@pytest.mark.parametrize("order", ["layers", [1], [None]])
-def test_order_that_is_not_a_list_of_rules(order):
-    with pytest.raises(ValueError, match=r"order: expected regular expressions.*got"):
-        jo.offload(optax.adam(1e-3), order=order)
-
-
-def test_order_that_matches_nothing_names_the_rule_and_the_paths():
-    tx = jo.offload(optax.adam(1e-3), min_bytes=0, order=["embed", "heda"])
-    with pytest.raises(ValueError, match=r"order: .*'heda'.*embed, layers/b, layers/w"):
-        jax.eval_shape(tx.init, PARAMS)
-    optax.tree.map_params(
-        jo.offload(optax.adam(1e-3), min_bytes=0, order=["embed"]),
-        lambda x: x,
-        jax.eval_shape(optax.adam(1e-3).init, PARAMS),
-    )
-
-
 AXES = jax.sharding.AxisType
 
 

@@ -24,6 +24,7 @@ def look(target):
 def test_a_plugin_that_cannot_says_what_to_do(target, monkeypatch):
     """It knows no topologies, also where it has been initialized once more, as only a GPU's is."""
     require(H200 if target == "a100" else V5E)
+    jax.devices()  # initializes jax's own plugins
     calls = []
 
     def describe(platform, **kwargs):
