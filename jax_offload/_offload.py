@@ -25,7 +25,7 @@ from jax_offload._program.arrays import Offloaded, is_array
 from jax_offload._program.donation import Home, guarded
 from jax_offload._program.memory import DEFAULT_MIN_BYTES, loaded, on_host, stored, under_jit
 from jax_offload._program.shardings import Layouts, inside_shard_map, types_tell
-from jax_offload._rewrite.created import check_disk, created, places_of, refused
+from jax_offload._rewrite.created import created, places_of, refused
 from jax_offload._schedule.options import Options, Order
 from jax_offload._state.arguments import (
     arrived,
@@ -159,7 +159,6 @@ def offload(
         "shard_over": shard_over, "update_on": update_on, "disk": disk,
     }  # fmt: skip
     policy = Policy(**said)
-    check_disk(disk, policy)
     rules = rules_of(storage)
     optimizer = inner = optax.with_extra_args_support(inner)
     inner = with_storage(inner, rules, min_bytes) if rules else inner
@@ -183,7 +182,7 @@ def offload(
             if around().runs:
                 warn_of_nothing(plan, policy)
                 return refused(state, plan)
-            return marked(state, plan, policy, places_of(disk, plan, jax.tree.leaves(state)))
+            return marked(state, plan, places_of(disk, plan, jax.tree.leaves(state)))
 
         leaves = jax.tree.leaves(params)
         if not leaves or any(isinstance(x, Tracer) or not is_array(x) for x in leaves) or under_jit():
