@@ -117,8 +117,8 @@ def offload(
         whole parameters go to one side, and the cores take those whose gradients appear first. A pytree prefix of the
         parameters sets it for each subtree. Rules, ``[("embed", "host"), ("layers_.*/mlp", 0.5)]``, are regular
         expressions searched in a parameter's path: the first match counts, unmatched parameters update on the device,
-        and a rule that matches no parameter is an error. Only a step of ``jax_offload.jit`` can update on the host
-        (docs/host_cores.md).
+        and a rule that matches no parameter is an error. Only a step of ``jax_offload.jit`` or ``pipelined`` can do
+        that (docs/host_cores.md).
       disk: a ``jax_offload.disk``, whose files hold the part of the state that exceeds its ``host_bytes``. Each step of
         ``jax_offload.jit`` reads that part, updates it on the device and writes it, group by group. A placeholder
         stands for such a leaf in the state, and ``numpy.asarray`` reads it; ``disk.commit`` saves the state. It does

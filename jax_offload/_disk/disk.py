@@ -112,7 +112,7 @@ class Disk:
 
     @property
     def last_commit(self) -> int | None:
-        """The step of the last commit in the directory, or ``None``. All of several processes must ask."""
+        """The step of the last commit in the directory, or ``None``. If there are several processes, all must ask."""
         if self._opened is not None:
             return self._opened.step
         last = last_of_all(self.directory)

@@ -30,7 +30,7 @@ class Profile(Timeline):
     Attributes:
       segments: all that ran, each with ``lane``, ``begin``, ``end``, ``name`` and ``nbytes``.
       chip: empty, as nothing is simulated.
-      link: seconds in which the busier way of the link is in use.
+      link: seconds in which the busier direction of the link is in use.
       window: 0, as a profile does not show it.
       steps: the number of measured steps.
       simulated: the simulated timeline; ``None`` if the chip's figures are unknown or the step is several programs.

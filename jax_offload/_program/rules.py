@@ -10,7 +10,8 @@ equation, the rows of each operand (``None`` for an operand that all chunks shar
 returns the rows of each result, and a function that runs the equation on a chunk: ``unchanged``, or ``resized`` if a
 parameter of the equation holds the length. It returns ``None``, or raises ``Dependent`` with a reason, if rows depend
 on each other; then the leaf is loaded whole, as under a primitive without a rule. No rule is asked about an equation
-that reads a reduction over all rows, or that has an effect.
+that reads a reduction over all rows, or that has an effect. If an equation takes about as long as its operands are
+read, its name also belongs in ``CHEAP`` (``_program/primitives.py``).
 """
 
 from __future__ import annotations

@@ -115,7 +115,7 @@ def _chosen(
 
 
 class Pipelined:
-    """A step that ``jax_offload.pipelined`` has turned around.
+    """A step that runs each update in the next batch's forward pass, as ``jax_offload.pipelined`` returns it.
 
     Args:
       step: the original step.
@@ -163,7 +163,7 @@ class Pipelined:
 
         Raises:
           TypeError: ``carry`` is neither, or another argument is neither an array nor static.
-          ValueError: ``carry`` was used already, or belongs to another step; or the step cannot be turned around, as
+          ValueError: ``carry`` was used already, or belongs to another step; or the step cannot be pipelined, as
             ``pipelined`` says.
         """
         return self._run(carry, *self._parted(self._rest.bind(*args, **kwargs).arguments))
