@@ -97,21 +97,31 @@ def check_places(init: Callable[[Any], Any], updates: Any, state: Any, params: A
             )
 
 
-def check_gradients(updates: Any, params: Any) -> None:
-    """Raise ``ValueError`` for a gradient of another shape than its parameter.
+def check_gradients(updates: Any, params: Any, cause: Exception | None = None) -> None:
+    """Raise ``ValueError`` for a gradient of another shape than its parameter, or for other trees if an update failed.
 
     Gradients with more axes belong to single examples, which ``optax.contrib.dpsgd`` takes.
     """
-    if params is None or jax.tree.structure(updates) != jax.tree.structure(params):
+
+    def names(tree: Any) -> list[str]:
+        return names_of([path for path, _ in leaves_with_paths(tree)])
+
+    if params is None:
         return
-    given = jax.tree_util.tree_flatten_with_path(params)[0]
-    for k, ((_, p), g) in enumerate(zip(given, jax.tree.leaves(updates), strict=True)):
-        if np.shape(g) != np.shape(p) and np.ndim(g) <= np.ndim(p):
-            name = names_of([path for path, _ in given])[k] or "params"
-            raise ValueError(
-                f"updates: the gradient of {name} has the shape {np.shape(g)}, and the parameter {np.shape(p)}. Give "
-                "gradients of the parameters that are given: jax.grad of a function of params."
-            )
+    if jax.tree.structure(updates) == jax.tree.structure(params):
+        for k, (p, g) in enumerate(zip(jax.tree.leaves(params), jax.tree.leaves(updates), strict=True)):
+            if np.shape(g) != np.shape(p) and np.ndim(g) <= np.ndim(p):
+                raise ValueError(
+                    f"updates: the gradient of {names(params)[k] or 'params'} has the shape {np.shape(g)}, and the "
+                    f"parameter {np.shape(p)}. Give gradients of the parameters that are given: jax.grad of a function "
+                    "of params."
+                )
+    elif cause is not None and (given := {*names(updates)}) != (wanted := {*names(params)}):
+        missing, more = (", ".join(sorted(x)[:5]) or "none" for x in (wanted - given, given - wanted))
+        raise ValueError(
+            f"updates: their tree differs from the parameters'; without a gradient: {missing}; without a parameter: "
+            f"{more}. Give the gradients of these parameters: jax.grad of a function of params."
+        ) from cause
 
 
 def check_on_device(updates: Any, params: Any, why: str, state: Any = None) -> None:
@@ -132,19 +142,6 @@ def check_managed(state: Any, cause: Exception) -> None:
         raise ValueError(
             f"state: {len(names)} leaves are in pinned host memory, the first is {names[0]}, and no offload(...) in tx "
             "loads all of them. Fix: state = jo.to_host(tx, state), which moves each leaf to where tx keeps it."
-        ) from cause
-
-
-def check_tree(updates: Any, params: Any, cause: Exception) -> None:
-    """Raise ``ValueError`` if an update failed because gradients and parameters have different trees."""
-    if params is None or jax.tree.structure(updates) == jax.tree.structure(params):
-        return
-    given, wanted = ({*names_of([path for path, _ in leaves_with_paths(x)])} for x in (updates, params))
-    if given != wanted:
-        missing, more = (", ".join(sorted(names)[:5]) or "none" for names in (wanted - given, given - wanted))
-        raise ValueError(
-            f"updates: their tree differs from the parameters'; without a gradient: {missing}; without a parameter: "
-            f"{more}. Give the gradients of these parameters: jax.grad of a function of params."
         ) from cause
 
 

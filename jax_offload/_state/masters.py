@@ -12,7 +12,7 @@ from jax import lax
 from jax_offload._program.arrays import Offloaded
 from jax_offload._program.memory import loaded, on_host
 from jax_offload._program.own_primitives import mark, mark_of
-from jax_offload._state.arguments import changes_shapes, check_inner, check_on_device, check_state, check_tree
+from jax_offload._state.arguments import changes_shapes, check_gradients, check_inner, check_on_device, check_state
 
 LANDING = "brings a parameter to its master"  # marks such an update in the trace
 
@@ -176,7 +176,7 @@ def checked_update(
         new, after = tx.update(updates, state, params, **extra_args)
     except Exception as error:
         check_state(tx.init, state, like, error)
-        check_tree(updates, params, error)
+        check_gradients(updates, params, error)
         raise
     other_tree = jax.tree.structure(after) != jax.tree.structure(state)
     if other_tree or changes_shapes(state, after) or changes_shapes(like, new):
