@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -162,7 +161,6 @@ def offload(
     rules = rules_of(storage)
     optimizer = inner = optax.with_extra_args_support(inner)
     inner = with_storage(inner, rules, min_bytes) if rules else inner
-    update = inner.update if rules else functools.partial(checked_update, inner)  # decoding checks stored states
     nothing_moves = policy.fraction == 0 and not policy.shard_over and not rules
     remembered = Remembered()
     home = Home()
@@ -247,7 +245,7 @@ def offload(
             updates, params = resharded(updates, sharded, params), sharded_params(params, options)
             try:
                 with within_offload():
-                    updates, new = update(updates, old, params, **extra_args)
+                    updates, new = checked_update(inner, updates, old, params, **extra_args)
             except Exception as error:
                 check_typed(sharded, error)
                 raise
