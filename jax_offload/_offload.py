@@ -31,8 +31,8 @@ from jax_offload._state.arguments import (
     check_eager,
     check_gradients,
     check_inner,
+    check_no_state,
     check_params,
-    check_places,
 )
 from jax_offload._state.around import (
     NESTED,
@@ -213,7 +213,8 @@ def offload(
         check_not_within_offload()
         state, in_files = opened(state)
         state, params = from_host((state, params))
-        check_places(inner.init, updates, state, params)
+        check_no_state("updates", updates)
+        check_no_state("params", params)
         check_gradients(updates, params)
         like = updates if params is None else params
         if rules:

@@ -57,14 +57,8 @@ def check_not_in_multi_steps(tx: Any, state: Any) -> None:
 
 def check_params(params: Any) -> None:
     """Raise ``ValueError`` for a state in the parameters' place, and ``TypeError`` for a leaf that is not an array."""
-    nodes = jax.tree_util.tree_flatten_with_path(params, is_leaf=is_state)[0]
-    for path, x in nodes:
-        if is_state(x):
-            where = f" in {keystr(path)}" if path else ""
-            raise ValueError(
-                f"params: expected the parameters, and there is an optimizer's state{where}, a {type(x).__name__}. "
-                "Give the tree that the model computes with, as in tx.init(params)."
-            )
+    check_no_state("params", params, "Give the tree that the model computes with, as in tx.init(params).")
+    for path, x in leaves_with_paths(params):
         if not isinstance(x, Number) and not any(hasattr(x, name) for name in ("shape", "__jax_array__")):
             what = f"{keystr(path)} is a {type(x).__name__}" if path else f"got {x!r}"
             raise TypeError(
@@ -73,28 +67,22 @@ def check_params(params: Any) -> None:
             )
 
 
+def check_no_state(argument: str, tree: Any, fix: str = _ORDER) -> None:
+    """Raise ``ValueError`` for an optimizer's state in the place of the parameters, or of gradients like them."""
+    for path, x in jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_state)[0]:
+        if is_state(x):
+            where = f" in {keystr(path)}" if path else ""
+            raise ValueError(
+                f"{argument}: expected the parameters, or a tree like them, and there is an optimizer's state{where}, "
+                f"a {type(x).__name__}. {fix}"
+            )
+
+
 def is_state(x: Any) -> bool:
     """Return whether ``x`` is a state of optax or of this package; optax names its trees of parameters otherwise."""
     kind = type(x)
     known = kind.__module__.partition(".")[0] in ("optax", "jax_offload")
     return known and isinstance(x, tuple) and kind.__name__.endswith("State")
-
-
-def check_places(init: Callable[[Any], Any], updates: Any, state: Any, params: Any) -> None:
-    """Raise ``ValueError`` if the state and the updates, or the parameters, are in each other's place."""
-    trees = [jax.tree.structure(x) for x in (updates, state, params)]
-    for argument, given, k, other in (("params", params, 2, 0), ("updates", updates, 0, 2)):
-        if params is None or trees[1] != trees[other] or trees[k] == trees[other]:
-            continue
-        try:
-            swapped = jax.tree.structure(jax.eval_shape(init, state)) == trees[k]
-        except Exception:  # init cannot run on what we have
-            continue
-        if swapped:
-            raise ValueError(
-                f"state, {argument}: each is in the place of the other: state is a tree like the parameters, and "
-                f"{argument} is a {type(given).__name__} like the state that init gives. {_ORDER}"
-            )
 
 
 def check_gradients(updates: Any, params: Any, cause: Exception | None = None) -> None:
