@@ -271,6 +271,7 @@ def test_without_a_target(saved, monkeypatch, machine):
         assert x.sharding == place.with_memory_kind(HOST if x.ndim else DEVICE)
 
 
+@pytest.mark.oldest("arrays as a checkpoint gives them")
 def test_without_a_target_numbers_and_numpy_arrays_stay_what_they_are(tmp_path):
     tree = {
         "step": 7,
