@@ -176,7 +176,7 @@ def test_bad_input():
         with pytest.raises(ValueError, match="storage: expected one of float32, bfloat16"):
             jo.Storage(wrong)
     for wrong in (0, -128, 2.5, True):
-        with pytest.raises(ValueError, match=r"storage: block must be a number of elements > 0"):
+        with pytest.raises(ValueError, match=r"storage: block: expected a number of elements > 0"):
             jo.Storage("int8", block=wrong)
     assert jo.Storage(jnp.bfloat16) == jo.Storage("bfloat16")
 

@@ -18,7 +18,7 @@ from jax.tree_util import keystr
 
 from jax_offload._disk.disk import Disk
 from jax_offload._disk.placeholder import Place
-from jax_offload._program.arrays import is_array, is_integer, is_like, nbytes, types_of
+from jax_offload._program.arrays import check_integer, is_array, is_like, nbytes, types_of
 from jax_offload._program.own_primitives import mark
 from jax_offload._program.paths import leaves_with_paths, matches, names_of, owners
 from jax_offload._schedule.options import Order, backward_ranks
@@ -278,14 +278,9 @@ class Policy:
     disk: Any
 
     def __post_init__(self) -> None:
-        if not is_integer(self.min_bytes) or self.min_bytes < 0:
-            raise ValueError(
-                f"min_bytes: expected a number of bytes >= 0, an int; got {self.min_bytes!r}. 2**16 are 64 KiB."
-            )
-        if self.window is not None and (not is_integer(self.window) or self.window <= 0):
-            raise ValueError(
-                f"window: expected a number of bytes > 0, an int, or None; got {self.window!r}. 2**28 are 256 MiB."
-            )
+        check_integer("min_bytes", self.min_bytes, 0, "a number of bytes >= 0, an int", "2**16 are 64 KiB.")
+        if self.window is not None:
+            check_integer("window", self.window, 1, "a number of bytes > 0, an int, or None", "2**28 are 256 MiB.")
         if self.order is not None and (isinstance(self.order, str) or not _are_strings(self.order)):
             raise ValueError(
                 "order: expected regular expressions, in the order in which the gradients that they match appear "
