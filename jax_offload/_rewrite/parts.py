@@ -1,14 +1,16 @@
 """Decide where each part of a whole step runs, with its updates inlined. Nothing is emitted here.
 
-``_decided`` tries the policies one after the other. To add one:
+For each scan it tries the policies one after the other: run updates in the scan that makes their gradients
+(``Hoist.behind``), only load parameters by rows (``Hoist.streaming``), run updates in the scan that reads their new
+parameters (``Hoist.ahead``). If no scan takes an update, gates may hold its pieces between the passes. To add a policy:
 
 1. Add a method to ``Hoist`` (``_schedule/hoist.py``) that returns an ``InScan``, or ``None`` and the reasons, and call
-   it in ``_decided`` before the gates. A reason ends with a fix; ``placement`` prints it.
+   it beside the others. A reason ends with a fix; ``placement`` prints it.
 2. Describe what an iteration does by fields of ``InScan`` (``_schedule/in_scan.py``). ``moves`` are the updates inside,
    ``eqns`` the equations that leave their place, ``kept`` the stacked results that still exist. ``_parts`` runs the
    equations of an update that are in no ``eqns`` after the passes.
 3. Emit it in ``Emitter.iteration`` (``_emit/hoisted.py``). ``update`` runs the moves on row ``i``. ``phases`` runs the
-   own arithmetic; meanwhile it stores row ``before`` (in a forward pass, row ``i``) and loads row ``after``.
+   arithmetic of the scan's body; meanwhile it stores row ``before`` (in a forward pass ``i``) and loads row ``after``.
 4. ``rewritten`` puts the parts together and checks operands, buffers and types. If a check fails, the step runs as
    written, with a warning. No check notices a row that is never updated; the tests of random steps do.
 """
@@ -113,17 +115,13 @@ def _reading_updated(plain: Program) -> list[int]:
 
 
 def _decided(found: Inlined, apart: bool = False) -> Parts:
-    """Decide where each update runs: in the scan that makes its gradients, in the scan that reads its new parameters,
-    between gates, or after the passes. A scan without an update may load parameters from the host by rows.
-
-    ``apart``: whether one iteration of a scan over microbatches already runs by itself, and continues the sums.
-    """
+    """Decide where the update runs. ``apart``: whether an iteration runs apart, and continues the sums."""
     step, plans, moved = found, dict[int, InScan](), set[int]()
     scans = [at for at, eqn in enumerate(step.program.eqns) if (scan := scan_of(eqn)) is not None and scan.length]
     stay_behind, stay_ahead, summing = dict[int, list[str]](), list[str](), list[int]()
     for at in reversed(scans):
         hoist = Hoist(step.program, at, step.next_of, step.waiting, claimed=moved)
-        plan, stay_behind[at] = hoist.into_backward()
+        plan, stay_behind[at] = hoist.behind()
         if plan is not None:
             plans[at] = plan
             moved |= plan.eqns
@@ -137,7 +135,7 @@ def _decided(found: Inlined, apart: bool = False) -> Parts:
             read = {v for plan in [*plans.values(), *filter(None, streaming.values())] for v in plan.hosts}
             read |= {v for plan in plans.values() for v in plan.operands}
             hoist = Hoist(step.program, at, step.next_of, claimed=moved, own={*step.own}, read=read, reread=reread)
-            plan, why = hoist.into_forward()
+            plan, why = hoist.ahead()
             stay_ahead += why
             if plan is not None:
                 plans[at] = plan
