@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
-import re
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -18,12 +16,12 @@ from jax.core import Tracer
 from jax.tree_util import keystr
 
 from jax_offload._program import memory
-from jax_offload._program.arrays import nbytes
+from jax_offload._program.arrays import nbytes, types_of
 from jax_offload._program.barriers import opaque
 from jax_offload._program.own_primitives import composite
-from jax_offload._program.paths import KeyPath
+from jax_offload._program.paths import KeyPath, first_matches, leaves_with_paths
 from jax_offload._state.formats import Storage, decode, encode, encoded_bytes, mixed
-from jax_offload._state.masters import MasterState, checked_update
+from jax_offload._state.masters import MasterState
 from jax_offload._state.placement import stays
 
 Rules = tuple[tuple[str | None, Storage], ...]  # ``None`` matches every leaf
@@ -80,11 +78,7 @@ def rules_of(storage: Any) -> Rules:
         return ()
     if not isinstance(storage, Mapping):
         return ((None, _format(storage)),)
-    for rule in storage:
-        try:
-            re.compile(rule)
-        except (re.error, TypeError) as error:
-            raise ValueError(f"storage: {rule!r} is not a regular expression: {error}.") from error
+    first_matches("storage", list(storage), [])  # which raises if one is no regular expression
     return tuple((rule, _format(value)) for rule, value in storage.items())
 
 
@@ -103,23 +97,11 @@ def formats(rules: Rules, state: Any, params: Any, min_bytes: int) -> list[Stora
     Raises:
       ValueError: a rule matches no leaf, or a leaf that no format can store.
     """
-    found: list[Storage | None] = []
-    used: set[str | None] = {None}
-    names = []  # the paths that a rule may match
-    masters = _master_paths(state)
-    for path, x in jax.tree_util.tree_flatten_with_path(state)[0]:
-        name = keystr(path, simple=True, separator="/")
-        names.extend([] if stays(x, 0) else [name])
-        matching = [] if stays(x, 0) else [each for each in rules if _match(each[0], name)]
-        used.update(rule for rule, _ in matching)
-        rule, storage = matching[0] if matching else (None, None)
-        master = any(path[: len(prefix)] == prefix for prefix in masters)
-        why = _unfit(x, storage, master) if storage is not None else ""
-        if why and (rule is not None or (jnp.issubdtype(x.dtype, jnp.floating) and not master)):
-            raise ValueError(f"storage: {rule or rules[0][1].dtype!r}, for the state leaf {name}: {why}")
-        fits = storage is not None and not why and not stays(x, min_bytes)
-        found.append(storage if fits and encoded_bytes(np.shape(x), storage) < nbytes(x) else None)
-    unused = [rule for rule, _ in rules if rule not in used]
+    flat = leaves_with_paths(state)
+    names = [keystr(path, simple=True, separator="/") for path, x in flat if not stays(x, 0)]
+    patterns = ["" if rule is None else f"(?:^|(?<=/))(?:{rule})(?=/|$)" for rule, _ in rules]
+    first, unused = first_matches("storage", patterns, names)
+    unused = [rule for k in unused if (rule := rules[k][0]) is not None]
     if unused and jax.tree.leaves(params):  # optax probes with placeholders
         raise ValueError(
             f"storage: {unused} match no state leaf of rank 1 or more. "
@@ -129,6 +111,16 @@ def formats(rules: Rules, state: Any, params: Any, min_bytes: int) -> list[Stora
                 else "This optimizer keeps none, so there is nothing to store in fewer bits: leave storage out."
             )
         )
+    found, masters = list[Storage | None](), _master_paths(state)
+    matching = iter(zip(names, ([*rules, (None, None)][k] for k in first), strict=True))
+    for path, x in flat:
+        name, (rule, storage) = ("", (None, None)) if stays(x, 0) else next(matching)
+        master = any(path[: len(prefix)] == prefix for prefix in masters)
+        why = _unfit(x, storage, master) if storage is not None else ""
+        if why and (rule is not None or (jnp.issubdtype(x.dtype, jnp.floating) and not master)):
+            raise ValueError(f"storage: {rule or rules[0][1].dtype!r}, for the state leaf {name}: {why}")
+        fits = storage is not None and not why and not stays(x, min_bytes)
+        found.append(storage if fits and encoded_bytes(np.shape(x), storage) < nbytes(x) else None)
     return found
 
 
@@ -148,10 +140,6 @@ def _unfit(x: Any, storage: Storage, master: bool) -> str:
             "'float8_e4m3fn' or 'float8_e5m2'; or give no format for this leaf, which takes 2 bytes already."
         )
     return ""
-
-
-def _match(rule: str | None, name: str) -> re.Match[str] | None:
-    return re.search("" if rule is None else f"(?:^|(?<=/))(?:{rule})(?=/|$)", name)
 
 
 def _master_paths(state: Any) -> list[KeyPath]:
@@ -219,7 +207,7 @@ def with_storage(
 
     def update_fn(updates: Any, state: Any, params: Any = None, **extra_args: Any) -> tuple[Any, StoredState]:
         before = jax.tree.map(lambda x: decoded(x) if is_encoded(x) else x, state.inner_state, is_leaf=is_encoded)
-        new, after = checked_update(inner, updates, before, params, **extra_args)
+        new, after = inner.update(updates, before, params, **extra_args)
         return new, next_stored(state, before, after)
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
@@ -239,47 +227,29 @@ def warn_of_unstored(rules: Rules, state: Any) -> None:
         )
 
 
-def adopted(state: Any, rules: Rules, params: Any, min_bytes: int, init: Callable[[Any], Any]) -> StoredState:
+def adopted(state: Any, params: Any, init: Callable[[Any], Any]) -> StoredState:
     """Check the state that is given to an update of ``with_storage``, and restore its nodes.
 
-    ``nnx.update`` turns the nodes into dicts. Some optimizers return leaves in other dtypes than ``init`` makes:
-    momentum of a bfloat16 or integer leaf becomes float32 in the first update. Such a leaf keeps the format of its
-    first dtype, because a carry keeps its tree.
+    ``nnx.update`` turns the nodes into dicts. A leaf keeps the format in which ``init`` stores it even if the first
+    update returns it in another dtype: momentum of a bfloat16 or integer leaf becomes float32 in some optimizers.
 
     Raises:
-      ValueError: a leaf is stored neither as the rules say nor as ``init`` stores it.
+      ValueError: a leaf is not stored as ``init`` stores it.
     """
-    if not any(map(is_encoded, jax.tree.leaves(state, is_leaf=is_encoded))):
-        state = _with_nodes_of(state, jax.eval_shape(init, params))
+    wanted = jax.eval_shape(init, params)
+    if not any(map(is_encoded, jax.tree.leaves(state, is_leaf=is_encoded))) and types_of(state) == types_of(wanted):
+        state = jax.tree.unflatten(jax.tree.structure(wanted), jax.tree.leaves(state))
     fix = "Convert it: jo.from_plain(tx, jo.to_plain(old_tx, state)), params given where their tree is not in it."
     if not isinstance(state, StoredState):
         raise ValueError(f"state: is a {type(state).__name__}, not one that offload(..., storage=) keeps. {fix}")
-    leaves, treedef = jax.tree.flatten(state.inner_state, is_leaf=is_encoded)
-    plain = [jax.ShapeDtypeStruct(x.values.shape, x.dtype) if is_encoded(x) else x for x in leaves]
-    wanted, got = formats(rules, jax.tree.unflatten(treedef, plain), params, min_bytes), _formats_of(state)
-    if got == wanted:
-        return state
-    with contextlib.suppress(Exception):  # init may not run on what we have
-        if got == _formats_of(jax.eval_shape(init, params)):
-            return state
-    k = next(k for k, (a, b) in enumerate(zip(got, wanted, strict=True)) if a != b)
-    path = jax.tree_util.tree_flatten_with_path(state.inner_state, is_leaf=is_encoded)[0][k][0]
-    raise ValueError(
-        f"state: {keystr(path)} is stored as {got[k] or leaves[k].dtype}, and storage says {wanted[k]}. {fix}"
-    )
-
-
-def _with_nodes_of(state: Any, like: Any) -> Any:
-    """Put the leaves of ``state`` into the tree of ``like`` if their types agree."""
-    wanted, treedef = jax.tree.flatten(like)
-    leaves = jax.tree.leaves(state)
-    types = [[(np.shape(x), getattr(x, "dtype", None)) for x in each] for each in (leaves, wanted)]
-    return jax.tree.unflatten(treedef, leaves) if types[0] == types[1] else state
-
-
-def _formats_of(state: StoredState) -> list[Storage | None]:
-    leaves = jax.tree.leaves(state.inner_state, is_leaf=is_encoded)
-    return [x.storage if is_encoded(x) else None for x in leaves]
+    flat = jax.tree_util.tree_flatten_with_path(state.inner_state, is_leaf=is_encoded)[0]
+    for (path, x), like in zip(flat, jax.tree.leaves(wanted.inner_state, is_leaf=is_encoded), strict=False):
+        got, says = (getattr(each, "storage", None) for each in (x, like))
+        if got != says:
+            raise ValueError(
+                f"state: {keystr(path)} is stored as {got or x.dtype}, and storage says {says or like.dtype}. {fix}"
+            )
+    return state
 
 
 def in_place(convert: Callable[..., Any], x: Any, *options: Any) -> Any:
