@@ -375,7 +375,7 @@ def _plain_jit() -> Equation:
 
 # ---- lines of the user's program
 
-_PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+source_info_util.register_exclusion(os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep)
 
 
 def located(why: str, eqn: Equation) -> str:
@@ -383,7 +383,7 @@ def located(why: str, eqn: Equation) -> str:
     packages, else the innermost one."""
     frames = source_info_util.summarize(eqn.source_info, num_frames=64).splitlines()  # the innermost is the last
     found = [match for frame in frames if (match := re.match(r"(.+?):(\d+)(:\d+)? \(", frame))]
-    places = [(match[1], match[2]) for match in found if not match[1].startswith(_PACKAGE)]
+    places = [(match[1], match[2]) for match in found]
     own = [place for place in places if not re.search(r"[/\\](site|dist)-packages[/\\]", place[0])]
     if not places:
         return why
