@@ -191,6 +191,8 @@ def inlined(program: Program) -> Inlined | None:
     new, stored = Builder(eqns), dict[Atom, Atom]()  # what the step moves to the host -> the same on the device
     for eqn in program.eqns:
         if not is_update(eqn):
+            if is_heavy_equation(eqn):  # the next update of a leaf has a pass of its own, and loads the leaf again
+                stored.clear()
             _put(new, stored, eqn, set())
             continue
         update = localised(eqn.replace(invars=new.read(eqn.invars)))

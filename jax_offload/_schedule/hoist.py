@@ -146,7 +146,7 @@ class Hoist:
                 taken, needed = closure(makers, {v: flow.dims.get(v) for v in targets}, dims_of)
                 move = self._move(taken, targets, needed)
             except (CannotHoist, Dependent) as reason:
-                why.append(located(str(reason), self.program.eqns[self.at]))
+                why.append(located(_words(reason), self.program.eqns[self.at]))
                 continue
             reads, writes = {*move.slice.inputs}, {old for old in move.how.buffers if old is not None}
             if not reads.isdisjoint(written) or not writes.isdisjoint(read):
@@ -205,7 +205,7 @@ class Hoist:
                     wanted |= more
                 move, inside, fed = self._feeding(taken, rows, xs, wanted)
             except (CannotHoist, Dependent) as reason:
-                why.append(located(str(reason), self.program.eqns[self.at]))
+                why.append(located(_words(reason), self.program.eqns[self.at]))
                 continue
             moves.append(move)
             moved |= inside
@@ -469,20 +469,19 @@ def _flow(eqns: Sequence[Equation], scan: Scan, at: int, claimed: Set[int]) -> _
         if others := [v for v in ins if v in later and v not in rows]:
             if eqn.primitive.name not in _HEAVY:
                 why = NEEDS_ALL if any(v in of_rows for v in others) else OF_THE_SCAN
-                flow.blocked.update(dict.fromkeys(rows, located(why, eqn)))
+                flow.blocked.update(dict.fromkeys(rows, located(why, eqn, eqns[at])))
             continue
         shape, dim = rows[0].aval.shape, flow.dims[rows[0]]
         known = {v: d for v in ins if v not in later and (d := rows_like(v.aval, shape, dim.dim)) is not None}
         if any(flow.known.get(v, d) != d for v, d in known.items()) or (known and dim.per_row > 1):
-            flow.blocked.update(dict.fromkeys(rows, located(MERGED, eqn)))
+            flow.blocked.update(dict.fromkeys(rows, located(MERGED, eqn, eqns[at])))
             continue
         dims = [None if isinstance(v, Literal) else flow.dims.get(v, known.get(v)) for v in eqn.invars]
         try:
             out, _ = rule_of(eqn, dims, Where(scan.length, shape, dim.dim))
         except Dependent as why:
             if eqn.primitive.name not in _HEAVY:
-                why = located(f"its update does not keep layers apart: {why}; keep it on the device with select=", eqn)
-                flow.blocked.update(dict.fromkeys(rows, why))
+                flow.blocked.update(dict.fromkeys(rows, located(_words(why), eqn, eqns[at])))
             continue
         if any(d is None for d in out):
             continue
@@ -495,6 +494,12 @@ def _flow(eqns: Sequence[Equation], scan: Scan, at: int, claimed: Set[int]) -> _
             elif d is not None:
                 flow.dims[v] = d
     return flow
+
+
+def _words(why: CannotHoist | Dependent) -> str:
+    if isinstance(why, CannotHoist):
+        return str(why)
+    return f"its update does not keep layers apart: {why}; keep it on the device with select="
 
 
 def _groups(eqn: Equation, groups: Var, layers: Sequence[Atom]) -> bool:

@@ -87,6 +87,28 @@ def test_one_jitted_update_that_is_called_twice_moves_twice():
     assert_close(got, want, 1e-3)
 
 
+@pytest.mark.parametrize("inner", [ADAMW, CLIPPED], ids=["adam", "clipped"])
+@pytest.mark.parametrize("order", ["in turn", "both gradients first"])
+def test_one_state_updated_twice_in_a_step(order, inner, recwarn):
+    """Each update moves into the backward pass that makes its gradients, and loads what the first one has stored."""
+
+    def make(tx):
+        def step(params, state, batch):
+            slopes = [jax.grad(lambda w, x=x: (network(w, x) * x).mean()) for x in (batch["x"], 2 * batch["x"])]
+            first = [slope(params) for slope in slopes] if order != "in turn" else []
+            for k, slope in enumerate(slopes):
+                updates, state = tx.update(first[k] if first else slope(params), state, params)
+                params = optax.apply_updates(params, updates)
+            return params, state, ()
+
+        return step
+
+    table = assert_as_plain(make, offloaded(inner), inner, params=new(0))
+    assert not [str(w.message) for w in recwarn if "Please report" in str(w.message)]
+    if inner is ADAMW and order == "in turn":
+        assert all(IN_BACKWARD in leaf.streams for leaf in table.leaves if leaf.host), table
+
+
 @pytest.mark.parametrize("share", ["host", 0.5])
 def test_the_cores_update_one_state_twice_in_a_step(share):
     def make(tx):
