@@ -140,7 +140,9 @@ class Hoist:
                 continue
 
             def dims_of(eqn: Equation, needed: Mapping[Var, Rows | None], own: Set[int] = own) -> Dims | None:
-                return flow.of(eqn) if id(eqn) in own else pulled(eqn, needed, scan.length)
+                if id(eqn) in own:
+                    return flow.of(eqn)
+                return None if is_store(eqn) else pulled(eqn, needed, scan.length)  # a store belongs to another update
 
             try:
                 taken, needed = closure(makers, {v: flow.dims.get(v) for v in targets}, dims_of)
@@ -246,6 +248,8 @@ class Hoist:
                 continue
             if s.loads and self.nest:  # it would load a whole group
                 continue
+            if s.loads and any(needed[v] and v not in moving and not is_host_aval(v.aval) for v in s.inputs):
+                continue  # with rows on the device beside them it is new parameters, which are on the device too
             rows = needed[leads[0]]
             if rows is None or any(self._is_divided(v, needed[v]) for v in s.loads):
                 continue

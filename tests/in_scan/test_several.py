@@ -94,7 +94,7 @@ def test_one_state_updated_twice_in_a_step(order, inner, recwarn):
 
     def make(tx):
         def step(params, state, batch):
-            slopes = [jax.grad(lambda w, x=x: (network(w, x) * x).mean()) for x in (batch["x"], 2 * batch["x"])]
+            slopes = [jax.grad(lambda p, x=x: (network(p["w"], x) * x).mean()) for x in (batch["x"], 2 * batch["x"])]
             first = [slope(params) for slope in slopes] if order != "in turn" else []
             for k, slope in enumerate(slopes):
                 updates, state = tx.update(first[k] if first else slope(params), state, params)
@@ -103,7 +103,7 @@ def test_one_state_updated_twice_in_a_step(order, inner, recwarn):
 
         return step
 
-    table = assert_as_plain(make, offloaded(inner), inner, params=new(0))
+    table = assert_as_plain(make, offloaded(inner), inner, params={"w": new(0)})
     assert not [str(w.message) for w in recwarn if "Please report" in str(w.message)]
     if inner is ADAMW and order == "in turn":
         assert all(IN_BACKWARD in leaf.streams for leaf in table.leaves if leaf.host), table
