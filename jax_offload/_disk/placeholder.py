@@ -328,13 +328,12 @@ def read_into(
     return [found[k] for k in range(len(target))]
 
 
-def brought(leaves: Sequence[Any], types: Callable[[], Sequence[Any]]) -> list[Any]:
-    """Move leaves from memory or disk to memory or disk, each to where ``types()`` says."""
-    if any(isinstance(x.token if is_on_disk(x) else x, Tracer) for x in leaves):
+def brought(leaves: Sequence[Any], target: Sequence[Any] | None) -> list[Any]:
+    """Move leaves from memory or disk to memory or disk, each to where ``target`` says; ``None`` in a trace."""
+    if target is None:
         raise ValueError(
             "state: is on disk, or goes there, and no program can move it. Fix: jo.to_host(tx, state) outside jit."
         )
-    target = types()
 
     def moved(x: Any, like: Any) -> Any:
         x = x.read(x.sharding) if is_on_disk(x) else x

@@ -35,7 +35,7 @@ from jax_offload._program.propagate import NEEDS
 from jax_offload._program.shardings import names_in, sharding_of, shards_of
 from jax_offload._state.arguments import check_inner, check_params
 from jax_offload._state.around import shardings_of
-from jax_offload._state.state import placed_leaves
+from jax_offload._state.state import described_state
 from jax_offload._step.jit import jit
 from jax_offload._step.pipelined import pipelined
 
@@ -173,7 +173,7 @@ def plan(
     )
     inner, given = _inner_of(tx)
     rows = _Rows(inner, params, activations, setting, made)
-    if not isinstance(tx, Offloaded) and any(leaf.host or leaf.disk for leaf, _, _ in placed_leaves(tx, params)[0]):
+    if not isinstance(tx, Offloaded) and any(leaf.host or leaf.disk for leaf in described_state(tx, params)[0]):
         found = [rows.judged("as given", tx, "tx unchanged", "jo.jit")]
         rows.notes.append("an offload inside of a chain: for other rows give jo.offload(the whole chain)")
     else:
@@ -286,8 +286,8 @@ class _Rows:
             share = max(math.ceil(100 * share), 1) / 100
             if share >= 1:
                 break
-            leaves = placed_leaves(offload(self.inner, **{**options, "fraction": share}), self.params)[0]
-            moved = sum(leaf.shard_bytes for leaf, _, _ in leaves if leaf.host)
+            leaves = described_state(offload(self.inner, **{**options, "fraction": share}), self.params)[0]
+            moved = sum(leaf.shard_bytes for leaf in leaves if leaf.host)
             share = max(share, math.ceil(100 * moved / whole.host) / 100)
             row = self.row("fraction", {**options, "fraction": share}, run) if share < 1 else []
             if not row or (over := row[0].peak - usable) <= 0:
@@ -394,7 +394,7 @@ def _dtypes(params: Any, inner: Any) -> str:
 def sizes_of(tx: Any, params: Any, run: str) -> dict[str, Any]:
     """Return the sizes of ``tx`` on these parameters, in a step of ``run``: the fields of a ``Row``, ``state`` to
     ``waits``. Under ``jax.jit`` nothing streams."""
-    leaves = [leaf for leaf, _, _ in placed_leaves(tx, params)[0]]
+    leaves, _ = described_state(tx, params)
     # The cores read gradients and parameters, and send new parameters up, as ``jax_offload.update_params`` has it.
     owners = {leaf.owner for leaf in leaves if leaf.on_cores}
     up = sum(own_bytes(x) for k, x in enumerate(jax.tree.leaves(params)) if k in owners)

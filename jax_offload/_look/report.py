@@ -28,7 +28,7 @@ from jax_offload._schedule.schedule import Planned, Window
 from jax_offload._schedule.transfers import from_disk
 from jax_offload._state.around import described
 from jax_offload._state.placement import Leaf, unmanaged
-from jax_offload._state.state import abstract_leaves, placed_leaves
+from jax_offload._state.state import described_state
 
 ARGUMENT = "argument"  # why a row of a step's table is there
 _HEADER = ("MiB", "leaves", "shape", "dtype", "sharding", "state leaf")
@@ -182,16 +182,14 @@ _NO_UPDATE = "no update of an offload was seen in it (under vmap and derivatives
 
 def of_transformation(tx: Any, params: Any, **extra_args: Any) -> tuple[Placement, list[Found]]:
     """Return the table of a transformation, and the updates in its trace; none if it cannot be traced."""
-    placed, treedef = placed_leaves(tx, params)
-    # The types that a step is handed; with Explicit axes they say how each leaf is divided.
-    state = abstract_leaves(placed)
+    rows, state = described_state(tx, params)
 
     def update(state: Any, params: Any, extra_args: Any) -> None:
-        optax.with_extra_args_support(tx).update(params, jax.tree.unflatten(treedef, state), params, **extra_args)
+        optax.with_extra_args_support(tx).update(params, state, params, **extra_args)
 
     with described(params):
         trace, unknown = trace_of(update, state, params, extra_args)
-    return _table([leaf for leaf, _, _ in placed], state, trace, unknown, of_step=False)
+    return _table(rows, jax.tree.leaves(state), trace, unknown, of_step=False)
 
 
 def _of_step(step: Any, args: Any, kwargs: Any) -> Placement:

@@ -61,10 +61,8 @@ def refused(state: Any, plan: Sequence[Leaf]) -> Any:
     return jax.tree.map(lambda x: only_outside(x) if next(rows).disk else x, state)
 
 
-def created(
-    disk: Disk, create: Callable[[Any], Any], params: Any, targets: Sequence[Any], treedef: Any
-) -> optax.OptState:
-    """Return ``create(params)``, each leaf made by itself, where ``targets``, the leaves' types, say.
+def created(disk: Disk, create: Callable[[Any], Any], params: Any, target: Any) -> optax.OptState:
+    """Return ``create(params)``, each leaf made by itself, where ``target``, a tree of types, says.
 
     Leaves that are alike share a program.
     """
@@ -72,6 +70,7 @@ def created(
         traced, _ = jaxpr_of(create, params)
     init = unguarded(without_round_trips(flat(traced)))
     values = dict(zip(init.inputs, [*init.consts, *jax.tree.leaves(params)], strict=True))
+    targets, treedef = jax.tree.flatten(target)
     compiled = dict[Hashable, Any]()
 
     def made(k: int) -> Any:

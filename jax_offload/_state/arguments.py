@@ -154,18 +154,25 @@ def check_state(init: Callable[[Any], Any], state: Any, like: Any, cause: Except
         expected = jax.eval_shape(init, like)
     except Exception:  # init cannot run on what we have: the original error says more
         return
-    trees = jax.tree.structure(state), jax.tree.structure(expected)
-    if trees[0] != trees[1]:
+    check_like(state, expected, "state = tx.init(params) makes one for these.", cause)
+
+
+def check_like(state: Any, expected: Any, fix: str, cause: Exception | None = None, *, dtypes: bool = False) -> None:
+    """Raise ``ValueError`` if a state has another tree, or a leaf of another shape or dtype, than is expected."""
+    flat, tree = jax.tree_util.tree_flatten_with_path(state, is_leaf=is_on_disk)
+    if tree != jax.tree.structure(expected):
         raise ValueError(
             "state: its tree is not the one that this optimizer's init gives; was it made by another optimizer, or "
-            f"for other parameters?\n  got      {trees[0]}\n  expected {trees[1]}"
+            f"for other parameters?\n  got      {tree}\n  expected {jax.tree.structure(expected)}\n{fix}"
         ) from cause
-    flat = jax.tree_util.tree_flatten_with_path(state)[0]
     for (path, x), wanted in zip(flat, jax.tree.leaves(expected), strict=True):
-        if np.shape(x) != wanted.shape:
+        dtype = getattr(x, "dtype", None)
+        if np.shape(x) != wanted.shape or (dtypes and dtype != wanted.dtype):
+            got = f"the shape {np.shape(x)}" + (f" and dtype {dtype}" if dtypes else "")
+            gives = f"{wanted.shape}" + (f" and {wanted.dtype}" if dtypes else "")
             raise ValueError(
-                f"state: {keystr(path)} has the shape {np.shape(x)}, and this optimizer's init gives {wanted.shape}; "
-                "was it made for other parameters? state = tx.init(params) makes one for these."
+                f"state: {keystr(path)} has {got}, and this optimizer's init gives {gives}; was it made for other "
+                f"parameters? {fix}"
             ) from cause
 
 
@@ -202,11 +209,11 @@ def arrived(home: Home, leaves: Sequence[Any], plan: Sequence[Leaf]) -> None:
         )
 
 
-def check_eager(params: Any, placed: Sequence[tuple[Leaf, Any, Any]]) -> None:
+def check_eager(params: Any, rows: Sequence[Leaf], leaves: Sequence[Any]) -> None:
     """Check what only concrete parameters tell: whether the platform can hold the state, and if they are committed."""
     arrays = [x for x in jax.tree.leaves(params) if isinstance(x, jax.Array)]
-    state = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s) for leaf, x, s in placed if leaf.host]
-    if not any(leaf.host or leaf.disk for leaf, _, _ in placed):
+    state = [x for leaf, x in zip(rows, leaves, strict=True) if leaf.host]
+    if not state and not any(leaf.disk for leaf in rows):
         return
     devices = {d for x in arrays for d in x.sharding.addressable_devices}
     memory.check_platform(devices)

@@ -148,9 +148,10 @@ def marked(state: Any, plan: Sequence[Leaf], policy: Policy, places: Sequence[Pl
     return jax.tree.unflatten(treedef, list(map(one, leaves, plan, places)))
 
 
-def warn_of_nothing(plan: Sequence[Leaf]) -> None:
-    """Warn if nothing will be offloaded."""
-    if not any(leaf.host or leaf.shard_over for leaf in plan) and any(leaf.nbytes and leaf.shape for leaf in plan):
+def warn_of_nothing(plan: Sequence[Leaf], policy: Policy) -> None:
+    """Warn if nothing will be offloaded, unless ``fraction=0`` asks for it."""
+    moved = policy.fraction == 0 or any(leaf.host or leaf.shard_over for leaf in plan)
+    if not moved and any(leaf.nbytes and leaf.shape for leaf in plan):
         reasons = sorted({leaf.why for leaf in plan if leaf.nbytes and leaf.shape})
         largest = max(leaf.nbytes for leaf in plan)
         warnings.warn(
@@ -323,11 +324,6 @@ class Policy:
                 f"update_on: with fraction=0 there is nothing in host memory to update; got {update_on!r}. Fix: leave "
                 "one of both out."
             )
-
-    @property
-    def leaves_nothing(self) -> bool:
-        """Whether all of the state stays on the device, divided as its parameters are."""
-        return self.fraction == 0 and not self.shard_over
 
 
 def _are_strings(said: Any) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import re
@@ -239,47 +238,33 @@ def warn_of_unstored(rules: Rules, state: Any) -> None:
         )
 
 
-def adopted(state: Any, rules: Rules, params: Any, min_bytes: int, init: Callable[[Any], Any]) -> StoredState:
+def adopted(state: Any, params: Any, init: Callable[[Any], Any]) -> StoredState:
     """Check the state that is given to an update of ``with_storage``, and restore its nodes.
 
-    ``nnx.update`` turns the nodes into dicts. Some optimizers return leaves in other dtypes than ``init`` makes:
-    momentum of a bfloat16 or integer leaf becomes float32 in the first update. Such a leaf keeps the format of its
-    first dtype, because a carry keeps its tree.
+    ``nnx.update`` turns the nodes into dicts. A leaf keeps the format in which ``init`` stores it even if the first
+    update returns it in another dtype: momentum of a bfloat16 or integer leaf becomes float32 in some optimizers.
 
     Raises:
-      ValueError: a leaf is stored neither as the rules say nor as ``init`` stores it.
+      ValueError: a leaf is not stored as ``init`` stores it.
     """
-    if not any(map(is_encoded, jax.tree.leaves(state, is_leaf=is_encoded))):
-        state = _with_nodes_of(state, jax.eval_shape(init, params))
+    wanted = jax.eval_shape(init, params)
+    if not any(map(is_encoded, jax.tree.leaves(state, is_leaf=is_encoded))) and _types(state) == _types(wanted):
+        state = jax.tree.unflatten(jax.tree.structure(wanted), jax.tree.leaves(state))
     fix = "Convert it: jo.from_plain(tx, jo.to_plain(old_tx, state)), params given where their tree is not in it."
     if not isinstance(state, StoredState):
         raise ValueError(f"state: is a {type(state).__name__}, not one that offload(..., storage=) keeps. {fix}")
-    leaves, treedef = jax.tree.flatten(state.inner_state, is_leaf=is_encoded)
-    plain = [jax.ShapeDtypeStruct(x.values.shape, x.dtype) if is_encoded(x) else x for x in leaves]
-    wanted, got = formats(rules, jax.tree.unflatten(treedef, plain), params, min_bytes), _formats_of(state)
-    if got == wanted:
-        return state
-    with contextlib.suppress(Exception):  # init may not run on what we have
-        if got == _formats_of(jax.eval_shape(init, params)):
-            return state
-    k = next(k for k, (a, b) in enumerate(zip(got, wanted, strict=True)) if a != b)
-    path = jax.tree_util.tree_flatten_with_path(state.inner_state, is_leaf=is_encoded)[0][k][0]
-    raise ValueError(
-        f"state: {keystr(path)} is stored as {got[k] or leaves[k].dtype}, and storage says {wanted[k]}. {fix}"
-    )
+    flat = jax.tree_util.tree_flatten_with_path(state.inner_state, is_leaf=is_encoded)[0]
+    for (path, x), like in zip(flat, jax.tree.leaves(wanted.inner_state, is_leaf=is_encoded), strict=False):
+        got, says = (getattr(each, "storage", None) for each in (x, like))
+        if got != says:
+            raise ValueError(
+                f"state: {keystr(path)} is stored as {got or x.dtype}, and storage says {says or like.dtype}. {fix}"
+            )
+    return state
 
 
-def _with_nodes_of(state: Any, like: Any) -> Any:
-    """Put the leaves of ``state`` into the tree of ``like`` if their types agree."""
-    wanted, treedef = jax.tree.flatten(like)
-    leaves = jax.tree.leaves(state)
-    types = [[(np.shape(x), getattr(x, "dtype", None)) for x in each] for each in (leaves, wanted)]
-    return jax.tree.unflatten(treedef, leaves) if types[0] == types[1] else state
-
-
-def _formats_of(state: StoredState) -> list[Storage | None]:
-    leaves = jax.tree.leaves(state.inner_state, is_leaf=is_encoded)
-    return [x.storage if is_encoded(x) else None for x in leaves]
+def _types(tree: Any) -> list[Any]:
+    return [(np.shape(x), getattr(x, "dtype", None)) for x in jax.tree.leaves(tree)]
 
 
 def in_place(convert: Callable[..., Any], x: Any, *options: Any) -> Any:
