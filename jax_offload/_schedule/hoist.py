@@ -19,7 +19,7 @@ from jax_offload._program.jaxprs import Atom, DropVar, Equation, Literal, Scan, 
 from jax_offload._program.memory import is_host_aval
 from jax_offload._program.primitives import ELEMENTWISE, SHAPES
 from jax_offload._program.program import Program, Var, flat, is_store, load_of
-from jax_offload._program.propagate import NEEDS, Mask, Node, forward, groups, needed_for, union
+from jax_offload._program.propagate import NEEDS, Mask, Node, forward, groups, made_of, needed_for, union
 from jax_offload._program.propagate import needed as nodes_needed
 from jax_offload._program.rules import Dependent, Partial, Rows, Where, chunked_dims, rows_like, rule_of
 from jax_offload._program.slices import Slice, consecutive, slice_of
@@ -65,6 +65,7 @@ class Hoist:
       waiting: gradient that goes to the host for the next step -> an array there that nothing reads any longer.
       claimed: the equations that move elsewhere, by identity.
       own: the equations of the updates, by identity.
+      updates: the same, each with the number of its update.
       read: the variables that scans with other moves read, beyond those in the program's equations.
       reread: place of another scan -> the operands whose rows that scan loads again from host memory.
     """
@@ -75,6 +76,7 @@ class Hoist:
     waiting: Mapping[Var, Var] = dataclasses.field(default_factory=dict[Var, Var])
     claimed: Set[int] = frozenset()
     own: Set[int] = frozenset()
+    updates: Mapping[int, int] = dataclasses.field(default_factory=dict[int, int])
     read: Set[Var] = frozenset()
     reread: Mapping[int, Set[Var]] = dataclasses.field(default_factory=dict[int, Set[Var]])
 
@@ -132,6 +134,11 @@ class Hoist:
             together.setdefault(number, []).append(eqn)
         moves, why, moved, inside = list[Planned](), list[str](), set[int](), set[Var]()
         read, written = set[Var](), set[Var]()
+
+        @functools.cache
+        def others(numbers: Set[int]) -> Set[Var]:
+            return made_of(eqns, lambda eqn: self.updates.get(id(eqn)) not in (None, *numbers))
+
         for group in together.values():
             own = {id(eqn) for eqn in group}
             made = [v for eqn in group for v in eqn.outvars]
@@ -139,10 +146,16 @@ class Hoist:
             if not any((v in self.next_of or v in self.waiting) and self._is_worth_it(v) for v in targets):
                 continue
 
-            def dims_of(eqn: Equation, needed: Mapping[Var, Rows | None], own: Set[int] = own) -> Dims | None:
+            numbers = frozenset(self.updates[k] for k in own if k in self.updates)
+
+            def dims_of(
+                eqn: Equation, needed: Mapping[Var, Rows | None], own: Set[int] = own, numbers: Set[int] = numbers
+            ) -> Dims | None:
                 if id(eqn) in own:
                     return flow.of(eqn)
-                return None if is_store(eqn) else pulled(eqn, needed, scan.length)  # a store belongs to another update
+                if self.updates.get(id(eqn)) not in numbers and not others(numbers).isdisjoint(eqn.outvars):
+                    return None  # the results of another update are read, and not made again
+                return pulled(eqn, needed, scan.length)
 
             try:
                 taken, needed = closure(makers, {v: flow.dims.get(v) for v in targets}, dims_of)

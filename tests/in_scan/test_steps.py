@@ -240,7 +240,7 @@ STEPS = {  # whether the update of the stack moves, or why it does not
     "another update in a cond": (another_in_a_cond, "another update runs in a cond of the step, and stays there"),
     "inside of a jit": (inside_jit, "it runs in a loop of its own, as pieces this small hide little"),  # the head
     "several steps in one": (in_a_loop, True),
-    "two updates": (two_updates, "it moves to the host in this step"),
+    "two updates": (two_updates, True),
     "gradients in a Ref": (summed_in_a_ref, True),
     "layers by their number": (of_network(by_number), True),
     "backwards by their number": (of_network(lambda w, x: by_number(w, x, lambda k: LAYERS - 1 - k)), False),
