@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -25,15 +24,15 @@ from jax_offload._program.arrays import Offloaded, is_array
 from jax_offload._program.donation import Home, guarded
 from jax_offload._program.memory import DEFAULT_MIN_BYTES, loaded, on_host, stored, under_jit
 from jax_offload._program.shardings import Layouts, inside_shard_map, types_tell
-from jax_offload._rewrite.created import check_disk, created, places_of, refused
+from jax_offload._rewrite.created import created, places_of, refused
 from jax_offload._schedule.options import Options, Order
 from jax_offload._state.arguments import (
     arrived,
     check_eager,
     check_gradients,
     check_inner,
+    check_no_state,
     check_params,
-    check_places,
 )
 from jax_offload._state.around import (
     NESTED,
@@ -159,11 +158,9 @@ def offload(
         "shard_over": shard_over, "update_on": update_on, "disk": disk,
     }  # fmt: skip
     policy = Policy(**said)
-    check_disk(disk, policy)
     rules = rules_of(storage)
     optimizer = inner = optax.with_extra_args_support(inner)
     inner = with_storage(inner, rules, min_bytes) if rules else inner
-    update = inner.update if rules else functools.partial(checked_update, inner)  # decoding checks stored states
     nothing_moves = policy.fraction == 0 and not policy.shard_over and not rules
     remembered = Remembered()
     home = Home()
@@ -183,7 +180,7 @@ def offload(
             if around().runs:
                 warn_of_nothing(plan, policy)
                 return refused(state, plan)
-            return marked(state, plan, policy, places_of(disk, plan, jax.tree.leaves(state)))
+            return marked(state, plan, places_of(disk, plan, jax.tree.leaves(state)))
 
         leaves = jax.tree.leaves(params)
         if not leaves or any(isinstance(x, Tracer) or not is_array(x) for x in leaves) or under_jit():
@@ -216,7 +213,8 @@ def offload(
         check_not_within_offload()
         state, in_files = opened(state)
         state, params = from_host((state, params))
-        check_places(inner.init, updates, state, params)
+        check_no_state("updates", updates)
+        check_no_state("params", params)
         check_gradients(updates, params)
         like = updates if params is None else params
         if rules:
@@ -248,7 +246,7 @@ def offload(
             updates, params = resharded(updates, sharded, params), sharded_params(params, options)
             try:
                 with within_offload():
-                    updates, new = update(updates, old, params, **extra_args)
+                    updates, new = checked_update(inner, updates, old, params, **extra_args)
             except Exception as error:
                 check_typed(sharded, error)
                 raise

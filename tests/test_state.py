@@ -133,7 +133,7 @@ def test_to_host_without_params_refuses_to_guess():
     params = jax.device_put({"w": jnp.ones((256, 512)), "v": jnp.ones((128, 160))}, jax.devices()[0])
     inner = optax.adam(1e-3, mu_dtype=jnp.bfloat16)
     tx, resident = jo.offload(inner), inner.init(params)
-    with pytest.raises(ValueError, match=r"state: \[0\].nu.* float32, .* bfloat16.*pass to_host\(tx, state, params\)"):
+    with pytest.raises(ValueError, match=r"state: \[0\].nu.* float32, .* bfloat16.*pass params"):
         jo.to_host(tx, resident)
     moved = jo.to_host(tx, resident, params)
     assert [x.sharding.memory_kind for x in jax.tree.leaves(moved)] == [

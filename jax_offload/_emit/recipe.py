@@ -41,7 +41,7 @@ from jax_offload._program.shardings import (
     types_tell,
 )
 from jax_offload._program.trace import LARGE, production_of
-from jax_offload._schedule.options import Claim, Options, claimed, merged, ranks
+from jax_offload._schedule.options import Claim, Options, backward_ranks, claimed, merged
 from jax_offload._state.arguments import check_on_device
 from jax_offload._state.placement import Leaf
 from jax_offload._state.zero import resharded
@@ -139,11 +139,11 @@ def _in_order(traced: Traced, updates: Any, owner_of: Sequence[int | None], prod
     for v, i in zip(traced.leaves(1), owner_of, strict=True):
         if v is not None and i is not None and (claim := of.get(v)) is not None:
             said.setdefault(i, claim.options.order)
-    rank = ranks(updates, updates, None, produced)
+    rank = backward_ranks(updates, None, produced)
     in_order = sorted(range(len(rank)), key=rank.__getitem__)
     orders = dict.fromkeys(order for order in said.values() if order)
     for order in orders:
-        rank, one = ranks(updates, updates, order), len(orders) == 1
+        rank, one = backward_ranks(updates, order), len(orders) == 1
         places = [at for at, i in enumerate(in_order) if said.get(i, order if one else None) == order]
         for at, i in zip(places, sorted((in_order[at] for at in places), key=rank.__getitem__), strict=True):
             in_order[at] = i

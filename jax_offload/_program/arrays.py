@@ -55,6 +55,11 @@ def nbytes(x: Any) -> int:
     return 0 if dtype is None else math.prod(np.shape(x)) * dtype.itemsize
 
 
+def types_of(tree: Any) -> list[Any]:
+    """Return the shape and dtype of every leaf."""
+    return [(np.shape(x), getattr(x, "dtype", type(x))) for x in jax.tree.leaves(tree)]
+
+
 def is_integer(x: Any) -> bool:
     """Whether ``x`` is an integer, numpy's included, and no bool."""
     return isinstance(x, (int, np.integer)) and not isinstance(x, bool)

@@ -20,19 +20,36 @@ from jax_offload._program.arrays import is_like
 KeyPath = tuple[Any, ...]
 
 
-def matches(argument: str, rules: Sequence[str], names: Sequence[str]) -> list[set[int]]:
-    """For each rule, the numbers of the parameters whose path it matches."""
-    try:
-        hits = [{i for i, name in enumerate(names) if re.search(rule, name)} for rule in rules]
-    except re.error as error:
-        raise ValueError(f"{argument}: {error.pattern!r} is not a regular expression: {error}.") from error
-    if not all(hits):
-        unused = [rule for rule, hit in zip(rules, hits, strict=True) if not hit]
+def first_matches(argument: str, rules: Sequence[str], names: Sequence[str]) -> tuple[list[int], list[int]]:
+    """Search regular expressions in paths.
+
+    Returns:
+      For each path the number of the first rule that it matches, ``len(rules)`` if there is none; and the numbers of
+      the rules that match no path.
+
+    Raises:
+      ValueError: a rule is not a regular expression.
+    """
+    hits: list[list[bool]] = []
+    for rule in rules:
+        try:
+            pattern = re.compile(rule)
+        except (re.error, TypeError) as error:
+            raise ValueError(f"{argument}: {rule!r} is not a regular expression: {error}.") from error
+        hits.append([pattern.search(name) is not None for name in names])
+    first = [next((k for k, hit in enumerate(hits) if hit[i]), len(rules)) for i in range(len(names))]
+    return first, [k for k, hit in enumerate(hits) if not any(hit)]
+
+
+def matches(argument: str, rules: Sequence[str], names: Sequence[str]) -> list[int]:
+    """Return for each parameter the number of the first rule that its path matches, ``len(rules)`` if there is none."""
+    first, unused = first_matches(argument, rules, names)
+    if unused:
         raise ValueError(
-            f"{argument}: no parameter's path matches {unused!r}. Rules are searched in these paths: "
-            f"{', '.join(names)}."
+            f"{argument}: no parameter's path matches {[rules[k] for k in unused]!r}. Rules are searched in these "
+            f"paths: {', '.join(names)}."
         )
-    return hits
+    return first
 
 
 def owners(state: Any, params: Any) -> list[int | None]:
@@ -50,11 +67,13 @@ def owners(state: Any, params: Any) -> list[int | None]:
 
     A leaf of another shape behind such fields is in no parameter's place: ``optax.flatten`` keeps one vector for all.
     """
-    wanted = leaves_with_paths(params)
+    leaves, wanted = leaves_with_paths(state), leaves_with_paths(params)
+    if [(path, np.shape(x)) for path, x in leaves] == [(path, np.shape(x)) for path, x in wanted]:
+        return [*range(len(wanted))]  # one copy, gradients for example
     index = {path: i for i, (path, _) in enumerate(wanted)}
     lengths = sorted({len(path) for path in index})
     found: dict[KeyPath, list[tuple[int, int]]] = {}  # from where a copy may begin to its leaves and their parameters
-    leaves, under = leaves_with_paths(state), Counter[KeyPath]()
+    under = Counter[KeyPath]()
     for k, (path, _) in enumerate(leaves):
         for start in range(len(path) + 1):
             under[path[:start]] += 1

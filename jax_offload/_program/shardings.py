@@ -104,18 +104,19 @@ def fitted(sharding: Sharding, shape: Sequence[int]) -> Sharding:
         return sharding
     spec, shards = padded(sharding.spec, len(shape)), shards_of(sharding, shape)
     entries = [None if n % k else entry for n, k, entry in zip(shape, shards, spec, strict=True)]
-    while entries and entries[-1] is None:
-        entries.pop()
-    return sharding.update(spec=PartitionSpec(*entries))
+    return sharding.update(spec=spec_of(entries))
 
 
 def without_axes(sharding: NamedSharding, axes: Sequence[int | None]) -> NamedSharding:
     """The sharding for an array with these axes of the parameter (``None``: an axis that the parameter lacks)."""
     spec = padded(sharding.spec, max((a for a in axes if a is not None), default=-1) + 1)
-    entries = [None if a is None else spec[a] for a in axes]
-    while entries and entries[-1] is None:
-        entries.pop()
-    return sharding.update(spec=PartitionSpec(*entries))
+    return sharding.update(spec=spec_of([None if a is None else spec[a] for a in axes]))
+
+
+def spec_of(entries: Sequence[Any]) -> PartitionSpec:
+    """The spec of these entries as XLA spells it: P("x", None) instead of P("x") would compile a second time."""
+    named = [axis for axis, entry in enumerate(entries) if entry is not None]
+    return PartitionSpec(*entries[: named[-1] + 1 if named else 0])
 
 
 def constrained(x: Any, sharding: Sharding | None) -> Any:

@@ -21,21 +21,7 @@ from jax_offload._program.slices import slice_of
 from jax_offload._rewrite.cut import unguarded
 from jax_offload._schedule.transfers import rows_in_part
 from jax_offload._state.around import described
-from jax_offload._state.placement import Leaf, Policy
-
-
-def check_disk(given: Any, policy: Policy) -> None:
-    """Raise where ``disk=`` is not a disk, or does not go together with another option."""
-    if given is None:
-        return
-    if not isinstance(given, Disk):
-        raise TypeError(f"disk: expected a jo.disk(directory, ...), got {given!r}. Fix: disk=jo.disk({given!r}).")
-    if policy.update_on != 0:
-        raise ValueError(
-            f"disk: the device updates leaves on disk; got update_on={policy.update_on!r} too. Fix: leave one out."
-        )
-    if policy.fraction == 0:
-        raise ValueError("disk: with fraction=0 nothing leaves the device. Fix: leave one of them out.")
+from jax_offload._state.placement import Leaf
 
 
 def places_of(given: Any, plan: Sequence[Leaf], leaves: Sequence[Any]) -> list[Place | None]:

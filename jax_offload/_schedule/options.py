@@ -11,7 +11,7 @@ from jax.sharding import NamedSharding, Sharding
 
 from jax_offload._program.donation import Home
 from jax_offload._program.memory import is_host_aval
-from jax_offload._program.paths import leaves_with_paths, matches, names_of, owners
+from jax_offload._program.paths import leaves_with_paths, matches, names_of
 from jax_offload._program.program import Var
 from jax_offload._program.shardings import Layouts, Shardings
 
@@ -88,38 +88,26 @@ def apart(claims: Sequence[Claim], inputs: Sequence[Var]) -> list[Claim]:
     return [*found, Claim(Options(window=max(windows, default=None)), hosts - of.keys())]
 
 
-def ranks(state: Any, params: Any, order: Order = None, produced: Sequence[int] | None = None) -> list[int]:
-    """For every state leaf its place in the backward pass: its parameter's, then the state's own order.
-
-    Args:
-      state, params: arrays or abstract values.
-      order: the rules of ``offload``.
-      produced: for every parameter when its gradient was made, where the trace tells; ``order`` goes before it.
-    """
-    backward = _backward_ranks(names_of([path for path, _ in leaves_with_paths(params)]), order, produced)
-    places = [len(backward) if i is None else backward[i] for i in owners(state, params)]
-    return [place * len(places) + k for k, place in enumerate(places)]
-
-
-def _backward_ranks(names: list[str], rules: Order, produced: Sequence[int] | None) -> list[int]:
-    """The place of every parameter in the backward pass: by the rules, else by the trace, else guessed.
+def backward_ranks(params: Any, rules: Order = None, produced: Sequence[int] | None = None) -> list[int]:
+    """Return the place of every parameter in the backward pass: by the rules, else by the trace, else guessed.
 
     The guess is the natural order of the paths, reversed. ``layers_10`` comes before ``layers_2``: the last layer's
     gradient appears first.
+
+    Args:
+      params: arrays or abstract values.
+      rules: the ``order`` of an ``offload``.
+      produced: for every parameter the time at which its gradient was made, if the trace tells it.
     """
-    hits = matches("order", rules, names) if rules and names else []
-    by_rule = [next((k for k, hit in enumerate(hits) if i in hit), len(hits)) for i in range(len(names))]
+    names = names_of([path for path, _ in leaves_with_paths(params)])
+    by_rule = matches("order", rules or (), names) if names else []
 
     def natural(name: str) -> list[tuple[int, int, str]]:
         return [(0, int(t), "") if t.isdigit() else (1, 0, t) for t in re.split(r"(\d+)", name)]
 
     order = sorted(range(len(names)), key=lambda i: natural(names[i]), reverse=True)
-    order.sort(
-        key=lambda i: (
-            by_rule[i],
-            produced[i] if produced and len(produced) == len(names) and not rules else 0,
-        )
-    )
+    times = produced if produced and len(produced) == len(names) and not rules else [0] * len(names)
+    order.sort(key=lambda i: (by_rule[i], times[i]))
     ranks = [0] * len(names)
     for rank, i in enumerate(order):
         ranks[i] = rank

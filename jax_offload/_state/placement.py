@@ -16,11 +16,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax.tree_util import keystr
 
+from jax_offload._disk.disk import Disk
 from jax_offload._disk.placeholder import Place
-from jax_offload._program.arrays import is_array, is_integer, is_like, nbytes
+from jax_offload._program.arrays import is_array, is_integer, is_like, nbytes, types_of
 from jax_offload._program.own_primitives import mark
-from jax_offload._program.paths import matches, names_of, owners
-from jax_offload._schedule.options import Order, ranks
+from jax_offload._program.paths import leaves_with_paths, matches, names_of, owners
+from jax_offload._schedule.options import Order, backward_ranks
 
 Select = Any  # None | bool prefix tree | Callable[[str, ShapeDtypeStruct], bool] | str | Sequence[str]
 Governing = tuple[int, Any] | None  # the subtree or rule that governs a parameter, and its value
@@ -44,8 +45,6 @@ class Leaf:
       sharding: the leaf's ``PartitionSpec`` as text; empty without a mesh.
       shard_bytes: the size in bytes on each device.
       streams: how ``update`` brings the leaf to the device: whole or in chunks, how often, and why.
-      window: the ``window`` of its ``offload``, in bytes.
-      order: the ``order`` of its ``offload``.
       on_cores: whether the host's cores update it.
       disk: whether it is on disk instead of in pinned host memory.
       place: the ``jax_offload.disk`` and its leaf, if it is on disk; ``None`` otherwise.
@@ -71,8 +70,6 @@ class Leaf:
     sharding: str = ""
     shard_bytes: int = 0
     streams: str = ""
-    window: int | None = None
-    order: Order = None
     on_cores: bool = False
     disk: bool = False
     place: Place | None = dataclasses.field(default=None, repr=False, compare=False)
@@ -80,10 +77,9 @@ class Leaf:
 
 def place(policy: Policy, state: Any, params: Any) -> list[Leaf]:
     """Return one ``Leaf`` for every leaf of ``state`` (arrays or abstract values), in flattening order."""
-    paths_params = jax.tree_util.tree_flatten_with_path(params)[0]
-    paths_state = jax.tree_util.tree_flatten_with_path(state)[0]
-    order = ranks(state, params, policy.order)
-    names = names_of([path for path, _ in paths_params])
+    of_params, of_state = leaves_with_paths(params), leaves_with_paths(state)
+    backward = backward_ranks(params, policy.order)
+    names = names_of([path for path, _ in of_params])
     fraction, select, share = (
         _per_parameter(name, getattr(policy, name), params, names) for name in ("fraction", "select", "update_on")
     )
@@ -91,20 +87,19 @@ def place(policy: Policy, state: Any, params: Any) -> list[Leaf]:
     leaves: list[Leaf] = []
     asked: list[bool] = []  # what select says of the leaves that may move
     fractions: list[Governing] = []  # None: the leaf stays
-    for index, ((path, x), i) in enumerate(zip(paths_state, owners(state, params), strict=True)):
+    for k, ((path, x), i) in enumerate(zip(of_state, owners(state, params), strict=True)):
         why, name, selected = stays(x, policy.min_bytes), keystr(path), select(i)
-        like_param = not why and i is not None and is_like(name, np.shape(x), np.shape(paths_params[i][1]))
+        like_param = not why and i is not None and is_like(name, np.shape(x), np.shape(of_params[i][1]))
         if not why and (selected is None or fraction(i) is None):
             why = "belongs to no one parameter"
         if not why and selected is not None:
             asked.append(bool(selected[1](names[i], x) if i is not None and callable(selected[1]) else selected[1]))
             why = "" if asked[-1] else "not selected"
         fractions.append(None if why else fraction(i))
-        leaves.append(
-            Leaf(name, np.shape(x), getattr(x, "dtype", type(x)), nbytes(x),
-                 None if i is None else names[i], i, False, why, order[index],
-                 policy.shard_over if like_param else ())
-        )  # fmt: skip
+        rank = (len(backward) if i is None else backward[i]) * len(of_state) + k
+        param, over = None if i is None else names[i], policy.shard_over if like_param else ()
+        found = dataclasses.replace(unmanaged(x), path=name, param=param, owner=i, why=why, rank=rank, shard_over=over)
+        leaves.append(found)
     if asked and not any(asked):
         raise ValueError(
             f"select: {policy.select!r} selects no leaf of the state, of the {len(asked)} that may move. A function is "
@@ -125,27 +120,22 @@ def place(policy: Policy, state: Any, params: Any) -> list[Leaf]:
 
 def place_next(policy: Policy, state: Any, plan: list[Leaf], after: Any, params: Any) -> list[Leaf]:
     """Place the state ``after``: like ``state``, whose plan is ``plan``, unless a leaf has changed its type."""
-
-    def types(tree: Any) -> list[Any]:
-        return [(np.shape(x), getattr(x, "dtype", type(x))) for x in jax.tree.leaves(tree)]
-
-    same = jax.tree.structure(after) == jax.tree.structure(state) and types(after) == types(state)
+    same = jax.tree.structure(after) == jax.tree.structure(state) and types_of(after) == types_of(state)
     return plan if same else place(policy, after, params)
 
 
-def marked(state: Any, plan: Sequence[Leaf], policy: Policy, places: Sequence[Place | None]) -> Any:
+def marked(state: Any, plan: Sequence[Leaf], places: Sequence[Place | None]) -> Any:
     """Mark each leaf of ``state`` in the trace with its row of the table.
 
     Chains and wrappers pass leaves on untouched, so the table finds the marks whatever is around an ``offload``.
     """
-    leaves, treedef = jax.tree.flatten(state)
+    rows = zip(plan, places, strict=True)
 
-    def one(x: Any, leaf: Leaf, place: Place | None) -> Any:
-        if not is_array(x):
-            return x
-        return mark(x, dataclasses.replace(leaf, window=policy.window, order=policy.order, place=place))
+    def one(x: Any) -> Any:
+        leaf, place = next(rows)
+        return mark(x, dataclasses.replace(leaf, place=place)) if is_array(x) else x
 
-    return jax.tree.unflatten(treedef, list(map(one, leaves, plan, places)))
+    return jax.tree.map(one, state)
 
 
 def warn_of_nothing(plan: Sequence[Leaf], policy: Policy) -> None:
@@ -240,10 +230,10 @@ class Rules:
 
     patterns: tuple[str, ...]
     values: tuple[Any, ...]
+    given: Any
 
     def __repr__(self) -> str:  # errors show what was given
-        pairs = zip(self.patterns, self.values, strict=True)
-        return repr([pattern if value is True else (pattern, value) for pattern, value in pairs])
+        return repr(self.given)
 
 
 _SIDES = {"device": 0.0, "host": 1.0}
@@ -308,9 +298,10 @@ class Policy:
             _check_takes_two(select)
         elif _are_strings(select):
             patterns = (select,) if isinstance(select, str) else tuple(select)
-            select = Rules(patterns, (True,) * len(patterns))
+            select = Rules(patterns, (True,) * len(patterns), select)
         if _are_rules(update_on):
-            update_on = Rules(tuple(rule for rule, _ in update_on), tuple(share for _, share in update_on))
+            patterns, values = zip(*update_on, strict=True)
+            update_on = Rules(patterns, values, update_on)
         checked = {
             "fraction": _checked("fraction", self.fraction, _share),
             "select": select if callable(select) else _checked("select", select, _choice),
@@ -319,10 +310,16 @@ class Policy:
         }
         for name, said in checked.items():
             object.__setattr__(self, name, said)
-        if self.update_on != 0 and self.fraction == 0:
+        if self.disk is not None and not isinstance(self.disk, Disk):
+            raise TypeError(
+                f"disk: expected a jo.disk(directory, ...), got {self.disk!r}. Fix: disk=jo.disk({self.disk!r})."
+            )
+        if self.fraction == 0 and (self.update_on != 0 or self.disk is not None):
+            name = "update_on" if self.disk is None else "disk"
+            raise ValueError(f"{name}: with fraction=0 nothing leaves the device. Fix: leave one of them out.")
+        if self.disk is not None and self.update_on != 0:
             raise ValueError(
-                f"update_on: with fraction=0 there is nothing in host memory to update; got {update_on!r}. Fix: leave "
-                "one of both out."
+                f"disk: the device updates leaves on disk; got update_on={update_on!r} too. Fix: leave one of them out."
             )
 
 
@@ -405,9 +402,8 @@ def _per_parameter(name: str, said: Any, params: Any, names: Sequence[str]) -> C
     if not names:
         return lambda i: None
     if isinstance(said, Rules):
-        hits = matches(name, said.patterns, names)
-        rules = [next((k for k, hit in enumerate(hits) if i in hit), -1) for i in range(len(names))]
-        found = [(k, 0.0 if k < 0 else said.values[k]) for k in rules]
+        values = [*said.values, 0.0]
+        found = [(k, values[k]) for k in matches(name, said.patterns, names)]
     else:
         leaves, treedef = jax.tree.flatten(said)
         try:

@@ -152,8 +152,8 @@ def to_host(tx: Any, state: Any = None, params: Any = None) -> Any:
 
 
 _GIVE_PARAMS = (
-    "If params were left out, they are taken to be like the largest part of the state that has their tree; factored "
-    "moments, or moments of another dtype, are not: pass to_host(tx, state, params)."
+    "If params were left out, they are taken to be like the largest part of the state that has their tree. Factored "
+    "moments, masters, and moments of another dtype are not like them: pass params."
 )
 
 
@@ -249,7 +249,7 @@ def from_plain(tx: optax.GradientTransformation, state: Any, params: Any = None)
     try:
         stored = jax.tree.map(stored_like, traced_init(tx, params)[1], state, is_leaf=is_stored)
     except (ValueError, TypeError) as error:
-        raise ValueError(f"state: not a plain state of tx for these parameters: {error}") from error
+        raise ValueError(f"state: not a plain state of tx for these parameters: {error}. {_GIVE_PARAMS}") from error
     return to_host(tx, stored, params)
 
 

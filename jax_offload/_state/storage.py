@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import re
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -17,12 +16,12 @@ from jax.core import Tracer
 from jax.tree_util import keystr
 
 from jax_offload._program import memory
-from jax_offload._program.arrays import nbytes
+from jax_offload._program.arrays import nbytes, types_of
 from jax_offload._program.barriers import opaque
 from jax_offload._program.own_primitives import composite
-from jax_offload._program.paths import KeyPath
+from jax_offload._program.paths import KeyPath, first_matches, leaves_with_paths
 from jax_offload._state.formats import Storage, decode, encode, encoded_bytes, mixed
-from jax_offload._state.masters import MasterState, checked_update
+from jax_offload._state.masters import MasterState
 from jax_offload._state.placement import stays
 
 Rules = tuple[tuple[str | None, Storage], ...]  # ``None`` matches every leaf
@@ -79,11 +78,7 @@ def rules_of(storage: Any) -> Rules:
         return ()
     if not isinstance(storage, Mapping):
         return ((None, _format(storage)),)
-    for rule in storage:
-        try:
-            re.compile(rule)
-        except (re.error, TypeError) as error:
-            raise ValueError(f"storage: {rule!r} is not a regular expression: {error}.") from error
+    first_matches("storage", list(storage), [])  # which raises if one is no regular expression
     return tuple((rule, _format(value)) for rule, value in storage.items())
 
 
@@ -102,23 +97,11 @@ def formats(rules: Rules, state: Any, params: Any, min_bytes: int) -> list[Stora
     Raises:
       ValueError: a rule matches no leaf, or a leaf that no format can store.
     """
-    found: list[Storage | None] = []
-    used: set[str | None] = {None}
-    names = []  # the paths that a rule may match
-    masters = _master_paths(state)
-    for path, x in jax.tree_util.tree_flatten_with_path(state)[0]:
-        name = keystr(path, simple=True, separator="/")
-        names.extend([] if stays(x, 0) else [name])
-        matching = [] if stays(x, 0) else [each for each in rules if _match(each[0], name)]
-        used.update(rule for rule, _ in matching)
-        rule, storage = matching[0] if matching else (None, None)
-        master = any(path[: len(prefix)] == prefix for prefix in masters)
-        why = _unfit(x, storage, master) if storage is not None else ""
-        if why and (rule is not None or (jnp.issubdtype(x.dtype, jnp.floating) and not master)):
-            raise ValueError(f"storage: {rule or rules[0][1].dtype!r}, for the state leaf {name}: {why}")
-        fits = storage is not None and not why and not stays(x, min_bytes)
-        found.append(storage if fits and encoded_bytes(np.shape(x), storage) < nbytes(x) else None)
-    unused = [rule for rule, _ in rules if rule not in used]
+    flat = leaves_with_paths(state)
+    names = [keystr(path, simple=True, separator="/") for path, x in flat if not stays(x, 0)]
+    patterns = ["" if rule is None else f"(?:^|(?<=/))(?:{rule})(?=/|$)" for rule, _ in rules]
+    first, unused = first_matches("storage", patterns, names)
+    unused = [rule for k in unused if (rule := rules[k][0]) is not None]
     if unused and jax.tree.leaves(params):  # optax probes with placeholders
         raise ValueError(
             f"storage: {unused} match no state leaf of rank 1 or more. "
@@ -128,6 +111,16 @@ def formats(rules: Rules, state: Any, params: Any, min_bytes: int) -> list[Stora
                 else "This optimizer keeps none, so there is nothing to store in fewer bits: leave storage out."
             )
         )
+    found, masters = list[Storage | None](), _master_paths(state)
+    matching = iter(zip(names, ([*rules, (None, None)][k] for k in first), strict=True))
+    for path, x in flat:
+        name, (rule, storage) = ("", (None, None)) if stays(x, 0) else next(matching)
+        master = any(path[: len(prefix)] == prefix for prefix in masters)
+        why = _unfit(x, storage, master) if storage is not None else ""
+        if why and (rule is not None or (jnp.issubdtype(x.dtype, jnp.floating) and not master)):
+            raise ValueError(f"storage: {rule or rules[0][1].dtype!r}, for the state leaf {name}: {why}")
+        fits = storage is not None and not why and not stays(x, min_bytes)
+        found.append(storage if fits and encoded_bytes(np.shape(x), storage) < nbytes(x) else None)
     return found
 
 
@@ -147,10 +140,6 @@ def _unfit(x: Any, storage: Storage, master: bool) -> str:
             "'float8_e4m3fn' or 'float8_e5m2'; or give no format for this leaf, which takes 2 bytes already."
         )
     return ""
-
-
-def _match(rule: str | None, name: str) -> re.Match[str] | None:
-    return re.search("" if rule is None else f"(?:^|(?<=/))(?:{rule})(?=/|$)", name)
 
 
 def _master_paths(state: Any) -> list[KeyPath]:
@@ -218,7 +207,7 @@ def with_storage(
 
     def update_fn(updates: Any, state: Any, params: Any = None, **extra_args: Any) -> tuple[Any, StoredState]:
         before = jax.tree.map(lambda x: decoded(x) if is_encoded(x) else x, state.inner_state, is_leaf=is_encoded)
-        new, after = checked_update(inner, updates, before, params, **extra_args)
+        new, after = inner.update(updates, before, params, **extra_args)
         return new, next_stored(state, before, after)
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
@@ -248,7 +237,7 @@ def adopted(state: Any, params: Any, init: Callable[[Any], Any]) -> StoredState:
       ValueError: a leaf is not stored as ``init`` stores it.
     """
     wanted = jax.eval_shape(init, params)
-    if not any(map(is_encoded, jax.tree.leaves(state, is_leaf=is_encoded))) and _types(state) == _types(wanted):
+    if not any(map(is_encoded, jax.tree.leaves(state, is_leaf=is_encoded))) and types_of(state) == types_of(wanted):
         state = jax.tree.unflatten(jax.tree.structure(wanted), jax.tree.leaves(state))
     fix = "Convert it: jo.from_plain(tx, jo.to_plain(old_tx, state)), params given where their tree is not in it."
     if not isinstance(state, StoredState):
@@ -261,10 +250,6 @@ def adopted(state: Any, params: Any, init: Callable[[Any], Any]) -> StoredState:
                 f"state: {keystr(path)} is stored as {got or x.dtype}, and storage says {says or like.dtype}. {fix}"
             )
     return state
-
-
-def _types(tree: Any) -> list[Any]:
-    return [(np.shape(x), getattr(x, "dtype", None)) for x in jax.tree.leaves(tree)]
 
 
 def in_place(convert: Callable[..., Any], x: Any, *options: Any) -> Any:

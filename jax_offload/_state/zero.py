@@ -23,6 +23,7 @@ from jax_offload._program.shardings import (
     names_in,
     padded,
     shards_of,
+    spec_of,
     typed_sharding,
 )
 from jax_offload._state.around import Remembered, described
@@ -64,9 +65,7 @@ def partitioned(
     for axis in sorted(axes, key=lambda axis: shards[axis] > 1):
         if shape[axis] % (shards[axis] * parts) == 0:
             spec[axis] = (*names_in(spec[axis]), *over) if spec[axis] is not None or len(over) > 1 else over[0]
-            while spec[-1] is None:
-                spec.pop()  # as XLA spells it: P("x", None) for the same would compile a second time
-            return sharding.update(spec=PartitionSpec(*spec))
+            return sharding.update(spec=spec_of(spec))
     return f"no axis divides by {parts}"
 
 
