@@ -126,8 +126,10 @@ class Hoist:
         """Plan the moves into the scan, which makes the gradients; return also why other updates do not move."""
         eqns, scan, ys = self.program.eqns, self.scan, {*self.scan.ys}
         flow = _flow(eqns, scan, self.at, self.claimed)
-        stacked = self._results | {v for eqn in eqns if id(eqn) not in flow.eqns for v in variables(eqn.invars)}
-        used = stacked | {v for eqn in eqns for v in variables(eqn.invars)}
+        stay = [eqn for eqn in eqns if id(eqn) not in self.claimed]
+        stacked = {*self._results, *self.read}
+        stacked.update(v for eqn in stay if id(eqn) not in flow.eqns for v in variables(eqn.invars))
+        used = stacked | {v for eqn in stay for v in variables(eqn.invars)}
         makers, together = made_by(eqns), dict[int, list[Equation]]()
         kept_apart = [eqn for eqn in eqns if id(eqn) in flow.eqns]
         for eqn, number in zip(kept_apart, groups([flow.eqns[id(eqn)] for eqn in kept_apart]), strict=True):
