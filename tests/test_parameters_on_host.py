@@ -242,6 +242,71 @@ def test_a_model_loads_rows(body, form):
         assert kinds(got[1]) == kinds(tx.init(params))
 
 
+def in_microbatches(tx: Any, loss: Any, *, unroll: int = 1, mean_of_losses: bool = False) -> Any:
+    """Sum the gradients of two sequences at a time; or let the loss be a mean over a scan of checkpointed losses."""
+
+    def step(params: Any, state: Any, x: Any) -> Any:
+        parts = x.reshape(4, -1, x.shape[-1])
+
+        def sums(grads: Any, x: Any) -> Any:
+            value, new = jax.value_and_grad(loss)(params, x)
+            return jax.tree.map(jnp.add, grads, new), value
+
+        def mean(params: Any) -> Any:
+            body = jax.checkpoint(lambda total, x: (total + loss(params, x), None))
+            return jax.lax.scan(body, 0.0, parts)[0] / len(parts)
+
+        if mean_of_losses:
+            value, grads = jax.value_and_grad(mean)(params)
+        else:
+            zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), params)
+            grads, value = jax.lax.scan(sums, zeros, parts, unroll=unroll)
+            value, grads = value.mean(), jax.tree.map(lambda x: x / len(parts), grads)
+        return *jo.update_params(tx, grads, state, params), value
+
+    return step
+
+
+def through_checkpoint(params: Any, x: Any) -> Any:
+    return jax.checkpoint(functools.partial(loss_of, jax.checkpoint(plain)))(params, x)
+
+
+layered = functools.partial(loss_of, jax.checkpoint(plain))
+CLIPPED = optax.chain(optax.clip_by_global_norm(0.01), ADAMW)
+PASSES: dict[str, Any] = {  # the optimizer, and the step
+    "a checkpoint around the loss": (ADAMW, lambda tx: trained(tx, through_checkpoint, "update_params")),
+    "a checkpoint around the loss, clipped": (CLIPPED, lambda tx: trained(tx, through_checkpoint, "update_params")),
+    "microbatches": (ADAMW, lambda tx: in_microbatches(tx, layered)),
+    "microbatches of a checkpointed loss": (ADAMW, lambda tx: in_microbatches(tx, through_checkpoint)),
+    "microbatches, clipped": (CLIPPED, lambda tx: in_microbatches(tx, layered)),
+    "microbatches, unrolled": (ADAMW, lambda tx: in_microbatches(tx, layered, unroll=2)),
+    "a mean of losses": (ADAMW, lambda tx: in_microbatches(tx, layered, mean_of_losses=True)),
+}
+
+
+@pytest.mark.parametrize("name", PASSES)
+def test_passes_in_loops_and_checkpoints_load_rows(name):
+    """No step loads the layers as a whole, however often it goes through them."""
+    inner, make = PASSES[name]
+    sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    rng = np.random.default_rng(0)
+    whole = {"layers": rng.normal(size=(4, 128, 128)) / 16, "head": rng.normal(size=(128, 8))}
+    params = jax.device_put(jax.tree.map(jnp.float32, whole), sharding)
+    x = jax.device_put(jnp.float32(rng.normal(size=(8, 128))), sharding)
+    tx = jo.offload(inner)
+    want, got = (params, tx.init(params)), (jo.to_host(params), tx.init(params))
+    plain_step, step = jax.jit(make(tx)), jo.jit(make(tx), donate_argnums=(0, 1))
+    table = jo.placement(step, *got, x)
+    (row,) = (leaf for leaf in table.leaves if leaf.path == "[0]['layers']")
+    assert "rows, in the scan that reads the parameters" in row.streams and "device_put" not in row.streams, table
+    for _ in range(2):
+        *want, value = plain_step(*want, x)
+        *got, own_value = step(*got, x)
+        assert_close([*got, own_value], [*want, value], 1e-5)
+        assert kinds(got[0]) == [DEVICE, HOST]
+        assert kinds(got[1]) == kinds(tx.init(params))
+
+
 @pytest.mark.parametrize("where", ["device", "host"])
 def test_beside_activations_in_host_memory(where):
     """A policy of ``jax.checkpoint`` sends activations there; they stay there, and the rows of parameters stream."""

@@ -91,14 +91,14 @@ def _opened(program: Program) -> Program:
     """Inline each ``jax.checkpoint`` that scans over rows of parameters, as one around a whole loss does."""
     updates = [eqn for eqn in program.eqns if is_update(eqn)]
     layers = {v for eqn in updates for v in (*eqn.outvars, *variables(eqn.invars))}
-    layers = _made_cheaply(program.eqns, layers & {*program.inputs} | {v for eqn in updates for v in eqn.outvars})
+    layers = made_cheaply(program.eqns, layers & {*program.inputs} | {v for eqn in updates for v in eqn.outvars})
 
     def scans_over_layers(eqn: Equation) -> bool:
         if eqn.primitive.name not in CHECKPOINT or layers.isdisjoint(variables(eqn.invars)):
             return False
         body = flat(closed(eqn.params["jaxpr"]), opens=lambda _: True)
         inside = {v for v, x in zip(body.inputs, eqn.invars, strict=True) if isinstance(x, Var) and x in layers}
-        inside = _made_cheaply(body.eqns, inside)
+        inside = made_cheaply(body.eqns, inside)
         scans = filter(None, map(scan_of, body.eqns))
         return any(not inside.isdisjoint(variables(scan.xs)) for scan in scans)
 
@@ -409,7 +409,7 @@ def _moved_as_a_whole(program: Program, at: int) -> Program:
     """
     scan = scan_of(program.eqns[at])
     assert scan is not None
-    loaded = _made_cheaply(program.eqns[:at])
+    loaded = made_cheaply(program.eqns[:at])
     leaves = loaded | {v for v in program.inputs if is_host_aval(v.aval)}
     of_leaves = [k for k, x in enumerate(scan.xs) if isinstance(x, Var) and x in leaves]
     # a policy of jax.checkpoint sends activations to host memory, where another scan reads them
@@ -486,7 +486,7 @@ def _on_the_device(new: Builder, eqn: Equation, operands: list[Atom]) -> Sequenc
     return new.call(traced_for(eqn, run), operands)
 
 
-def _made_cheaply(eqns: Sequence[Equation], start: Iterable[Var] = ()) -> set[Var]:
+def made_cheaply(eqns: Sequence[Equation], start: Iterable[Var] = ()) -> set[Var]:
     """The values that are loaded from host memory as a whole, those of ``start``, and cheap functions of them."""
     found = {*start}
     for eqn in eqns:

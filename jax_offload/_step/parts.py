@@ -64,7 +64,7 @@ def parts_of(plain: Program) -> Parts | None:
     found = inlined(plain)
     if found is None:
         return None
-    parts = _decided(found)
+    parts = decided(found)
     if parts.moved:
         return parts
     place_of = {v: at for at, eqn in enumerate(plain.eqns) for v in eqn.outvars}  # a scan's results are the same there
@@ -78,10 +78,10 @@ def parts_of(plain: Program) -> Parts | None:
             whys.append(str(stays))
             continue
         assert again is not None  # the updates are still there
-        decided = _decided(again, apart=True)
-        if decided.moved:
-            return decided
-        whys += decided.stays
+        apart = decided(again, apart=True)
+        if apart.moved:
+            return apart
+        whys += apart.stays
     why = "; ".join(dict.fromkeys(whys))  # the last microbatch does not host the update
     stays = (f"{MICROBATCHES}: {why}" if why and each.startswith(MICROBATCHES) else each for each in parts.stays)
     return dataclasses.replace(parts, stays=tuple(stays))
@@ -99,7 +99,7 @@ def _reading_updated(plain: Program) -> list[int]:
     return found
 
 
-def _decided(found: Inlined, apart: bool = False) -> Parts:
+def decided(found: Inlined, apart: bool = False) -> Parts:
     """Decide where the update runs. ``apart``: whether an iteration runs apart, and continues the sums."""
     step, plans, moved = found, dict[int, InScan](), set[int]()
     scans = [at for at, eqn in enumerate(step.program.eqns) if (scan := scan_of(eqn)) is not None and scan.length]
