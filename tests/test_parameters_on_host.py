@@ -307,6 +307,46 @@ def test_passes_in_loops_and_checkpoints_load_rows(name):
         assert kinds(got[1]) == kinds(tx.init(params))
 
 
+UNROLLED: dict[str, Any] = {  # a layer, the same with parameters on the device, and the optimizer
+    "checkpointed": (jax.checkpoint(plain), jax.checkpoint(plain), ADAMW),
+    "not checkpointed": (plain, plain, ADAMW),
+    "a cast": (*[lambda x, w: plain(x, w.astype(jnp.bfloat16).astype(x.dtype))] * 2, ADAMW),
+    "a load": (lambda x, w: plain(x, to_load(w)), plain, ADAMW),
+    "a load, checkpointed": (jax.checkpoint(lambda x, w: plain(x, to_load(w))), jax.checkpoint(plain), ADAMW),
+    "clipped": (jax.checkpoint(plain), jax.checkpoint(plain), CLIPPED),
+}
+
+
+@pytest.mark.parametrize("form", ["update", "update_params"])
+@pytest.mark.parametrize("name", UNROLLED)
+def test_unrolled_layers_are_loaded_where_a_pass_reads_them(name, form):
+    own, resident, inner = UNROLLED[name]
+    sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    rng = np.random.default_rng(0)
+    whole = {f"w{k}": rng.normal(size=(128, 128)) / 16 for k in range(6)} | {"head": rng.normal(size=(128, 8))}
+    params = jax.device_put(jax.tree.map(jnp.float32, whole), sharding)
+    x = jax.device_put(jnp.float32(rng.normal(size=(64, 128))), sharding)
+
+    def loss(layer: Any, params: Any, x: Any) -> Any:
+        for k in range(6):
+            x = layer(x, params[f"w{k}"])
+        return ((x @ params["head"]) ** 2).mean()
+
+    tx = jo.offload(inner)
+    want, got = (params, inner.init(params)), (jo.to_host(params, select="w"), tx.init(params))
+    plain_step = jax.jit(trained(inner, functools.partial(loss, resident), "update"))
+    step = jo.jit(trained(tx, functools.partial(loss, own), form), donate_argnums=(0, 1))
+    table = jo.placement(step, *got, x)
+    rows = [leaf for leaf in table.leaves if leaf.path.startswith("[0]")]
+    assert len(rows) == 6 and all("whole: where a pass reads it" in leaf.streams for leaf in rows), table
+    for _ in range(2):
+        *want, value = plain_step(*want, x)
+        *got, own_value = step(*got, x)
+        assert_close([*got, own_value], [*want, value], 1e-5)
+        assert kinds(got[0]) == [DEVICE, *[HOST] * 6]
+        assert kinds(got[1]) == kinds(tx.init(params))
+
+
 @pytest.mark.parametrize("where", ["device", "host"])
 def test_beside_activations_in_host_memory(where):
     """A policy of ``jax.checkpoint`` sends activations there; they stay there, and the rows of parameters stream."""
@@ -404,3 +444,39 @@ def test_an_abstract_parameter_says_where_it_is():
     there = jo.to_host(jax.ShapeDtypeStruct((4, 128, 128), "float32", sharding=sharding))
     (aval,) = jax.jit(lambda x: x).trace(there).jaxpr.in_avals
     assert there.sharding.memory_kind == HOST and "<host>" in aval.str_short()
+
+
+@pytest.mark.parametrize("abstract", [False, True])
+def test_which_parameters_move(abstract):
+    """``select`` and ``fraction`` mean what they mean for a state, and raise the same errors."""
+    sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    shapes = {"embed": (512, 64), "layers": {"up": (4, 64, 64), "down": (4, 64, 64), "bias": (4, 64)}}
+    params = jax.tree.map(lambda s: jnp.ones(s, device=sharding), shapes, is_leaf=lambda s: isinstance(s, tuple))
+    if abstract:
+        params = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), params)
+    down, up = "layers/down", "layers/up"
+    for said, moves in [
+        ({}, {"embed", down, up}),
+        ({"select": "layers"}, {down, up}),
+        ({"select": ["up", "down"]}, {down, up}),
+        ({"select": {"embed": False, "layers": True}}, {down, up}),
+        ({"select": lambda path, leaf: "embed" in path and leaf.ndim == 2}, {"embed"}),
+        ({"select": "layers", "fraction": 0.5}, {up}),
+        ({"fraction": 0}, set()),
+    ]:
+        there = jo.to_host(params, **said)
+        found = jax.tree_util.tree_flatten_with_path(there)[0]
+        on_host = {"/".join(k.key for k in path) for path, x in found if x.sharding.memory_kind == HOST}
+        assert on_host == moves, said
+        assert [(x.shape, x.dtype) for _, x in found] == [(x.shape, x.dtype) for x in jax.tree.leaves(params)]
+    for said, error, words in [
+        ({"select": "blocks"}, ValueError, "select.*blocks.*layers/down"),
+        ({"select": lambda path, leaf: False}, ValueError, "select.*selects none of the 3 leaves"),
+        ({"select": lambda path: True}, TypeError, "select: a callable is called with"),
+        ({"fraction": 2}, ValueError, "fraction: expected a float"),
+    ]:
+        with pytest.raises(error, match=words):
+            jo.to_host(params, **said)
+    tx = jo.offload(ADAMW)
+    with pytest.raises(TypeError, match=r"select, fraction: .*Fix: leave them out"):
+        jo.to_host(tx, tx.init(params) if not abstract else jo.abstract_state(tx, params), select="layers")

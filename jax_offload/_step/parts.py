@@ -11,17 +11,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jax_offload._base.arrays import nbytes
 from jax_offload._base.barriers import together
 from jax_offload._base.jaxprs import Equation, Var, jax_fun, located, scan_of, variables
 from jax_offload._base.memory import is_host_aval
 from jax_offload._emit.find import is_update
 from jax_offload._emit.region import Update
-from jax_offload._ir.primitives import ELEMENTWISE
-from jax_offload._ir.program import Program, replaced, traced_for
+from jax_offload._ir.primitives import ELEMENTWISE, SHAPES
+from jax_offload._ir.program import Builder, Program, is_load, replaced, traced_for
 from jax_offload._ir.propagate import Mask, Node, forward, needed, topological, union
 from jax_offload._ir.slices import Slice, slice_of
-from jax_offload._plan.gates import in_turn, interleaved
-from jax_offload._plan.hoist import MICROBATCHES, Hoist
+from jax_offload._plan.gates import in_turn, interleaved, is_heavy
+from jax_offload._plan.hoist import LEAST_ROW, MICROBATCHES, Hoist
 from jax_offload._plan.in_scan import CannotHoist, InScan
 from jax_offload._plan.plan import Gate, Planned, Whole, Window
 from jax_offload._step.canonical import canonical
@@ -222,6 +223,7 @@ def _between_passes(step: Inlined, nodes: Sequence[Node]) -> tuple[list[Node] | 
         variables(step.program.outputs),
         [node.payload for node in nodes if isinstance(node.payload, Update)],
     )
+    nodes = _loaded_where_read(step, nodes, outputs)
     try:
         pieces = [node for node in nodes if not isinstance(node.payload, Update)]
         for rest in rests:
@@ -234,6 +236,50 @@ def _between_passes(step: Inlined, nodes: Sequence[Node]) -> tuple[list[Node] | 
         return interleaved(nodes, range(len(nodes)), outputs), why
     except CannotHoist:
         return None, why
+
+
+def _loaded_where_read(step: Inlined, nodes: Sequence[Node], outputs: Sequence[Var]) -> list[Node]:
+    """Load each parameter in host memory where a pass reads it, and again where a pass reads it much later.
+
+    Gates hold these loads as they hold those of a state. A pass reads a leaf much later if others were loaded since.
+    """
+    made = dict[Var, tuple[Var, dict[int, Equation]]]()  # what is made of leaves alone: by what name, and how
+    lasting, done, found = dict[Var, tuple[Var, int]](), 0, list[Node]()
+    loads = [node.payload for node in nodes if isinstance(node.payload, Equation) and is_load(node.payload)]
+    large = {id(eqn): n for eqn in loads if (n := nbytes(eqn.outvars[0].aval)) >= LEAST_ROW}
+    most = max(large.values(), default=0)
+    how, window = Whole("where a pass reads it"), Window(2 * most, "a layer that computes, and the next one")
+    for node in nodes:
+        eqn = node.payload
+        if not isinstance(eqn, Equation) or eqn.effects:
+            found.append(node)
+            continue
+        ins, name = variables(eqn.invars), eqn.primitive.name
+        again = [v for v in dict.fromkeys(ins) if v in made]
+        if name == "optimization_barrier":  # recomputed values stay apart from others; loads do so anyway
+            made.update({v: made[x] for x, v in zip(eqn.invars, eqn.outvars, strict=True) if x in again})
+            kept = [(x, v) for x, v in zip(eqn.invars, eqn.outvars, strict=True) if x not in again]
+            eqn = eqn.replace(invars=[x for x, _ in kept], outvars=[v for _, v in kept]) if again else eqn
+        elif id(eqn) in large or (again and name in ELEMENTWISE | SHAPES and len(again) == len({*ins})):
+            own = {k: each for v in again for k, each in made[v][1].items()} | {id(eqn): eqn}
+            made.update({v: (v, own) for v in eqn.outvars})
+        elif again and is_heavy(node):
+            new = Builder()
+            for v in again:
+                value, eqns = made[v]
+                if value not in lasting or done > lasting[value][1]:
+                    copied = Builder()
+                    copied.copy(*eqns.values())
+                    (x,) = variables(copied.read([value]))
+                    s = slice_of(copied.eqns, [x], step.program.debug_info, step.program.shards)
+                    done += s.loaded_bytes
+                    lasting[value] = x, done + s.loaded_bytes
+                    found.append(Node(Planned(s, how, window, (x,)), s.inputs, s.outputs))
+                new.names[v] = lasting[value][0]
+            eqn = eqn.replace(invars=new.read(eqn.invars))
+        found.append(Node(eqn, variables(eqn.invars), eqn.outvars, node.kept))
+    kept = needed(found, outputs)
+    return [node for k, node in enumerate(found) if k in kept]
 
 
 def _pieces(rest: Update) -> list[Node]:

@@ -197,7 +197,9 @@ def _in_each_iteration(program: Program, scan: Scan, loads: dict[int, Slice], li
 
     body = canonical(flat(jaxpr_of(run, *(v.aval for v in (*leaves, *kept)))[0]))
     inputs, m = body.inputs[len(body.consts) :], len(scan.init)
-    shards = {v: program.shards[x] for v, x in zip(inputs, outer, strict=False) if x in program.shards}
+    shards = {
+        v: program.shards[x] for v, x in zip(inputs, outer, strict=False) if isinstance(x, Var) and x in program.shards
+    }
     carried = zip(body.outputs, inputs[len(outer) - m : len(outer)], strict=False)
     next_of = {v: old for v, old in carried if isinstance(v, Var) and v not in inputs}
     parts = decided(Inlined(dataclasses.replace(body, shards=shards), (), {}, next_of, {}, like))
