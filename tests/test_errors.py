@@ -34,8 +34,8 @@ OPTIONS = [
     ("select", [lambda path, leaf: "embed" in path, "embed", ["embed"], False, {"w": False, "b": False}], r".*\bw\b"),
     ("min_bytes", [-1, 0.5, None, True], "expected a number of bytes"),
     ("window", [0, -1, 1.5, True, "8MB", 8e6], r"expected a number of bytes .* 2\*\*28 are 256 MiB"),
-    ("order", ["w", [1]], "expected regular expressions"),
-    ("order", [["v"]], "no parameter's path matches"),
+    ("order", ["w", [1], [None]], "expected regular expressions"),
+    ("order", [["v"], ["w", "v"]], r"no parameter's path matches.*'v'.*b, w"),
     ("order", [["("]], "'\\(' is not a regular expression"),
 ]
 
