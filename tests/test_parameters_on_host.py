@@ -272,6 +272,18 @@ def through_checkpoint(params: Any, x: Any) -> Any:
     return jax.checkpoint(functools.partial(loss_of, jax.checkpoint(plain)))(params, x)
 
 
+def in_groups(params: Any, x: Any) -> Any:
+    """Recompute two layers at a time, whose inputs alone are kept."""
+
+    @jax.checkpoint
+    def group(x: Any, layers: Any) -> Any:
+        return jax.lax.scan(lambda x, w: (jax.checkpoint(plain)(x, w), None), x, layers)[0]
+
+    groups = params["layers"].reshape(2, 2, *params["layers"].shape[1:])
+    x, _ = jax.lax.scan(lambda x, layers: (group(x, layers), None), x, groups)
+    return ((x @ params["head"]) ** 2).mean()
+
+
 layered = functools.partial(loss_of, jax.checkpoint(plain))
 CLIPPED = optax.chain(optax.clip_by_global_norm(0.01), ADAMW)
 PASSES: dict[str, Any] = {  # the optimizer, and the step
@@ -281,6 +293,7 @@ PASSES: dict[str, Any] = {  # the optimizer, and the step
     "microbatches of a checkpointed loss": (ADAMW, lambda tx: in_microbatches(tx, through_checkpoint)),
     "microbatches, clipped": (CLIPPED, lambda tx: in_microbatches(tx, layered)),
     "microbatches, unrolled": (ADAMW, lambda tx: in_microbatches(tx, layered, unroll=2)),
+    "groups of layers": (ADAMW, lambda tx: trained(tx, in_groups, "update_params")),
     "a mean of losses": (ADAMW, lambda tx: in_microbatches(tx, layered, mean_of_losses=True)),
 }
 

@@ -89,9 +89,10 @@ def dereferenced(program: Program, *, any_jit: bool = False) -> Program:
 
 def _opened(program: Program) -> Program:
     """Inline each ``jax.checkpoint`` that scans over rows of parameters, as one around a whole loss does."""
-    updates = [eqn for eqn in program.eqns if is_update(eqn)]
-    layers = {v for eqn in updates for v in (*eqn.outvars, *variables(eqn.invars))}
-    layers = made_cheaply(program.eqns, layers & {*program.inputs} | {v for eqn in updates for v in eqn.outvars})
+    updates = [eqn for eqn in program.eqns if is_update(eqn)]  # the body of a loop has none
+    read = {v for eqn in updates for v in variables(eqn.invars)} if updates else {*program.inputs}
+    made = {v for eqn in updates for v in eqn.outvars}
+    layers = made_cheaply(program.eqns, read & {*program.inputs} | made)
 
     def scans_over_layers(eqn: Equation) -> bool:
         if eqn.primitive.name not in CHECKPOINT or layers.isdisjoint(variables(eqn.invars)):

@@ -114,19 +114,21 @@ def decided(found: Inlined, apart: bool = False) -> Parts:
         elif not apart and (how := hoist.sums_up(step.gradients)):
             stay_behind[at].append(how)
             summing.append(at)
-    streaming = {at: Hoist(step.program, at, step.next_of).streaming() for at in scans if at not in plans}
+    own = {*step.own}
+    streaming = {at: Hoist(step.program, at, step.next_of, own=own).streaming() for at in scans if at not in plans}
     reread = {at: plan.loads_again for at, plan in {**plans, **streaming}.items() if plan is not None}
     for at in scans:
         if at not in plans and id(step.program.eqns[at]) not in moved:
             read = {v for plan in [*plans.values(), *filter(None, streaming.values())] for v in plan.hosts}
             read |= {v for plan in plans.values() for v in plan.operands}
-            hoist = Hoist(step.program, at, step.next_of, claimed=moved, own={*step.own}, read=read, reread=reread)
+            hoist = Hoist(step.program, at, step.next_of, claimed=moved, own=own, read=read, reread=reread)
             plan, why = hoist.ahead()
             stay_ahead += why
             if plan is not None:
                 plans[at] = plan
                 moved |= plan.eqns
     plans |= {at: plan for at, plan in streaming.items() if plan is not None and at not in plans}
+    moved = moved.union(*(plan.eqns for plan in plans.values()))
     awaited = _awaited(step, stay_behind, moved) if any(stay_behind.values()) else set[int]()
     stays = [*(why for at in stay_behind if at in awaited for why in stay_behind[at]), *stay_ahead]
     parts, why = _parts(step, plans, moved)

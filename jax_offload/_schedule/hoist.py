@@ -221,9 +221,10 @@ class Hoist:
 
     def streaming(self) -> InScan | None:
         """Plan to load the leaves on the host that the scan reads by rows, where no update moves into it."""
-        again = {} if self.nest else self._reread(set())
+        again = self._reread(set())
         kept = tuple(y for y in self.scan.ys if not isinstance(y, DropVar))
-        return InScan(self.scan, (), kept, True, frozenset(), reread=again) if again else None
+        gone = frozenset(map(id, self.nest.merging)) if self.nest else frozenset[int]()
+        return InScan(self.scan, (), kept, True, gone, reread=again, nest=self.nest) if again else None
 
     def _reread(self, moving: Set[Var]) -> dict[int, Planned]:
         """Map the number of one of the scan's ``xs`` to how its rows are made of rows of leaves that move in the scan:
@@ -244,7 +245,7 @@ class Hoist:
             few = sum(nbytes(v.aval) for v in s.loads) <= 2 * nbytes(x.aval)
             if not large or not few or not all(map(needed.get, leads)) or not s.core.loads.issuperset(s.loads):
                 continue
-            if s.loads and self.nest:  # it would load a whole group
+            if s.loads and self.nest and not self.nest.hands_on([k]):  # it would load a whole group
                 continue
             rows = needed[leads[0]]
             if rows is None or any(self._is_divided(v, needed[v]) for v in s.loads):
