@@ -394,7 +394,7 @@ def test_beside_activations_in_host_memory(where):
 
 
 @pytest.mark.parametrize("gradients", ["device", "host"])
-@pytest.mark.parametrize("form", ["update", "update_params"])
+@pytest.mark.parametrize("form", ["update", "update_params", "microbatches"])
 def test_clipped_and_pipelined(form, gradients):
     """The forward scan updates the rows, and the backward scan loads the new ones from host memory."""
     sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
@@ -404,8 +404,10 @@ def test_clipped_and_pipelined(form, gradients):
     x = jax.device_put(jnp.float32(rng.normal(size=(8, 128))), sharding)
     inner = optax.chain(optax.clip_by_global_norm(0.01), ADAMW)
     tx, loss = jo.offload(inner), functools.partial(loss_of, jax.checkpoint(plain))
-    plain_step = jax.jit(trained(inner, loss, "update"))
-    train = jo.pipelined(trained(tx, loss, form), donate_argnums=(0, 1), gradients=gradients)
+    sums = form == "microbatches"
+    plain_step = jax.jit(in_microbatches(inner, loss) if sums else trained(inner, loss, "update"))
+    step = in_microbatches(tx, loss) if sums else trained(tx, loss, form)
+    train = jo.pipelined(step, donate_argnums=(0, 1), gradients=gradients)
     want, carry = (params, inner.init(params)), (jo.to_host(params), tx.init(params))
     table = jo.placement(train, *carry, x)
     (row,) = (leaf for leaf in table.leaves if leaf.path == "[0]['layers']")

@@ -25,6 +25,7 @@ from jax_offload._program.jaxprs import (
     Scan,
     Var,
     holds,
+    inner_of,
     jax_fun,
     jaxpr_of,
     located,
@@ -81,7 +82,7 @@ def rewritten(closed: ClosedJaxpr) -> ClosedJaxpr:
         whole = inside_shard_maps(program)
         plain = canonical(unguarded(whole))
         found = None if ordered(plain.effects) else parts_of(_noted_inside(plain))
-        if found is not None:
+        if found is not None and (found.moved or any(map(_runs_passes, plain.eqns))):
             program = _put_together(found)
             within = _within_loops(program, found.step.like)
             if found.moved or within is not program:
@@ -145,12 +146,13 @@ def _within_loops(program: Program, like: Equation) -> Program:
 
     Returns the same program where no loop can. ``like``: an equation of an update of the step.
     """
+    if not any(map(_runs_passes, program.eqns)):
+        return program
     loaded, at = made_cheaply(program.eqns), {id(eqn): k for k, eqn in enumerate(program.eqns)}
     changed = list[Equation]()
 
     def rule(new: Builder, eqn: Equation, operands: list[Atom]) -> Sequence[Atom] | None:
-        scan = scan_of(eqn)
-        if scan is None or eqn.effects or holds_update(eqn) or not any(holds(e, is_loop) for e in scan.body.jaxpr.eqns):
+        if (scan := scan_of(eqn)) is None or not _runs_passes(eqn):
             return None
         loads = dict[int, Slice]()  # number of a const -> what makes it of leaves in host memory
         for k, x in enumerate(scan.consts):
@@ -174,6 +176,12 @@ def _within_loops(program: Program, like: Equation) -> Program:
     found = rebuilt(program, rule)
     eqns, _ = needed_for(found.eqns, variables(found.outputs), kept=lambda eqn: bool(eqn.effects))
     return dataclasses.replace(found, eqns=eqns) if changed else program
+
+
+def _runs_passes(eqn: Equation) -> bool:
+    """Whether an equation is a loop with a loop inside, and neither updates nor effects."""
+    inside = scan_of(eqn) is not None and not eqn.effects and any(inner.holds(is_loop) for inner in inner_of(eqn))
+    return inside and not holds_update(eqn)
 
 
 def _in_each_iteration(program: Program, scan: Scan, loads: dict[int, Slice], like: Equation) -> Program | None:
