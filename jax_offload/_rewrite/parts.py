@@ -245,39 +245,41 @@ def _loaded_where_read(step: Inlined, nodes: Sequence[Node], outputs: Sequence[V
 
     Gates hold these loads as they hold those of a state. A pass reads a leaf much later if others were loaded since.
     """
-    made = dict[Var, tuple[Var, dict[int, Equation]]]()  # what is made of leaves alone: by what name, and how
-    lasting, done, found = dict[Var, tuple[Var, int]](), 0, list[Node]()
     loads = [node.payload for node in nodes if isinstance(node.payload, Equation) and is_load(node.payload)]
     large = {id(eqn): n for eqn in loads if (n := nbytes(eqn.outvars[0].aval)) >= LEAST_ROW}
-    most = max(large.values(), default=0)
-    how, window = Whole("where a pass reads it"), Window(2 * most, "a layer that computes, and the next one")
+    if not large:
+        return [*nodes]
+    how, window = Whole("where a pass reads it"), Window(2 * max(large.values()), "two of the layers that passes read")
+    made = dict[Var, dict[int, Equation]]()  # what is made of leaves alone -> the equations that make it
+    before, lasting, done, found = Builder(), dict[Var, tuple[Var, int]](), 0, list[Node]()
+    stay = {*outputs, *(v for node in nodes if not isinstance(node.payload, Equation) for v in node.reads)}
     for node in nodes:
-        eqn = node.payload
-        if not isinstance(eqn, Equation) or eqn.effects:
+        if not isinstance(node.payload, Equation):
             found.append(node)
             continue
+        eqn = node.payload.replace(invars=before.read(node.payload.invars))
         ins, name = variables(eqn.invars), eqn.primitive.name
         again = [v for v in dict.fromkeys(ins) if v in made]
-        if name == "optimization_barrier":  # recomputed values stay apart from others; loads do so anyway
-            made.update({v: made[x] for x, v in zip(eqn.invars, eqn.outvars, strict=True) if x in again})
-            kept = [(x, v) for x, v in zip(eqn.invars, eqn.outvars, strict=True) if x not in again]
-            eqn = eqn.replace(invars=[x for x, _ in kept], outvars=[v for _, v in kept]) if again else eqn
-        elif id(eqn) in large or (again and name in ELEMENTWISE | SHAPES and len(again) == len({*ins})):
-            own = {k: each for v in again for k, each in made[v][1].items()} | {id(eqn): eqn}
-            made.update({v: (v, own) for v in eqn.outvars})
+        if name == "optimization_barrier" and again:  # its values are recomputed, and leaves are loaded anew anyway
+            pairs = [*zip(eqn.invars, eqn.outvars, strict=True)]
+            before.names.update((v, x) for x, v in pairs if x in again and v not in stay)
+            pairs = [(x, v) for x, v in pairs if v not in before.names]
+            eqn = eqn.replace(invars=[x for x, _ in pairs], outvars=[v for _, v in pairs])
+        elif id(node.payload) in large or (again and name in ELEMENTWISE | SHAPES and len(again) == len({*ins})):
+            own = {k: each for v in again for k, each in made[v].items()} | {id(eqn): eqn}
+            made.update(dict.fromkeys(eqn.outvars, own))
         elif again and is_heavy(node):
             new = Builder()
             for v in again:
-                value, eqns = made[v]
-                if value not in lasting or done > lasting[value][1]:
+                if v not in lasting or done > lasting[v][1]:
                     copied = Builder()
-                    copied.copy(*eqns.values())
-                    (x,) = variables(copied.read([value]))
+                    copied.copy(*made[v].values())
+                    (x,) = variables(copied.read([v]))
                     s = slice_of(copied.eqns, [x], step.program.debug_info, step.program.shards)
                     done += s.loaded_bytes
-                    lasting[value] = x, done + s.loaded_bytes
+                    lasting[v] = x, done + s.loaded_bytes
                     found.append(Node(Planned(s, how, window, (x,)), s.inputs, s.outputs))
-                new.names[v] = lasting[value][0]
+                new.names[v] = lasting[v][0]
             eqn = eqn.replace(invars=new.read(eqn.invars))
         found.append(Node(eqn, variables(eqn.invars), eqn.outvars, node.kept))
     kept = needed(found, outputs)
