@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -32,8 +31,8 @@ from jax_offload._state.arguments import (
     check_eager,
     check_gradients,
     check_inner,
+    check_no_state,
     check_params,
-    check_places,
 )
 from jax_offload._state.around import (
     NESTED,
@@ -162,7 +161,6 @@ def offload(
     rules = rules_of(storage)
     optimizer = inner = optax.with_extra_args_support(inner)
     inner = with_storage(inner, rules, min_bytes) if rules else inner
-    update = inner.update if rules else functools.partial(checked_update, inner)  # decoding checks stored states
     nothing_moves = policy.fraction == 0 and not policy.shard_over and not rules
     remembered = Remembered()
     home = Home()
@@ -215,7 +213,8 @@ def offload(
         check_not_within_offload()
         state, in_files = opened(state)
         state, params = from_host((state, params))
-        check_places(inner.init, updates, state, params)
+        check_no_state("updates", updates)
+        check_no_state("params", params)
         check_gradients(updates, params)
         like = updates if params is None else params
         if rules:
@@ -247,7 +246,7 @@ def offload(
             updates, params = resharded(updates, sharded, params), sharded_params(params, options)
             try:
                 with within_offload():
-                    updates, new = update(updates, old, params, **extra_args)
+                    updates, new = checked_update(inner, updates, old, params, **extra_args)
             except Exception as error:
                 check_typed(sharded, error)
                 raise

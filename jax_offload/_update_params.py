@@ -14,7 +14,6 @@ from jax_offload._program.shardings import types_tell
 from jax_offload._schedule.options import merged
 from jax_offload._state.arguments import check_managed, check_not_in_multi_steps, check_transformation
 from jax_offload._state.around import compiled_where_eager, from_host, gathering, load
-from jax_offload._state.masters import applied_to_masters
 
 
 @compiled_where_eager(like=lambda tx, grads, state, params, **_: params)
@@ -73,7 +72,7 @@ def update_params(
                 check_managed(state, error)
                 raise
         given = merged(options)
-        new = applied_to_masters(params if types_tell(updates) else sharded_params(params, given), updates, after)
+        new = optax.apply_updates(params if types_tell(updates) else sharded_params(params, given), updates)
         new, after = old_where(skip, (params, state), (replicated_into(params, new, given), after))
         return where_it_was(new, old), after
 

@@ -286,9 +286,9 @@ class _Rows:
         if any(map(_in_host_memory, jax.tree.leaves(self.params))):
             return rows  # the cores and files update parameters on the device
         if self.setting.devices <= ON_A_HOST and not given.keys() & {"update_on", "disk", "shard_over"}:
-            rows += self.row("cores", {**given, "update_on": "host"})
+            rows += self.row("cores", {**_that_moves(given), "update_on": "host"})
         if disk and "disk" not in given:
-            rows += self.row("disk", {**on_device, "disk": Disk("/nvme/run")})
+            rows += self.row("disk", {**_that_moves(on_device), "disk": Disk("/nvme/run")})
         return rows
 
     def _smallest_fraction(self, whole: Row, options: Mapping[str, Any], run: str) -> list[Row]:
@@ -410,6 +410,11 @@ def _inner_of(tx: Any) -> tuple[Any, dict[str, Any]]:
     if isinstance(tx, Offloaded) and tx.inner is not None:
         return tx.inner, {k: v for k, v in tx.options.items() if v is not _DEFAULTS[k] and v != _DEFAULTS[k]}
     return tx, {}
+
+
+def _that_moves(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return options without ``fraction=0``, which goes with neither ``update_on`` nor ``disk``."""
+    return {key: value for key, value in options.items() if key != "fraction" or value != 0}
 
 
 def _transformation(tx: Any) -> Any:

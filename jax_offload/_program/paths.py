@@ -67,11 +67,13 @@ def owners(state: Any, params: Any) -> list[int | None]:
 
     A leaf of another shape behind such fields is in no parameter's place: ``optax.flatten`` keeps one vector for all.
     """
-    wanted = leaves_with_paths(params)
+    leaves, wanted = leaves_with_paths(state), leaves_with_paths(params)
+    if [(path, np.shape(x)) for path, x in leaves] == [(path, np.shape(x)) for path, x in wanted]:
+        return [*range(len(wanted))]  # one copy, gradients for example
     index = {path: i for i, (path, _) in enumerate(wanted)}
     lengths = sorted({len(path) for path in index})
     found: dict[KeyPath, list[tuple[int, int]]] = {}  # from where a copy may begin to its leaves and their parameters
-    leaves, under = leaves_with_paths(state), Counter[KeyPath]()
+    under = Counter[KeyPath]()
     for k, (path, _) in enumerate(leaves):
         for start in range(len(path) + 1):
             under[path[:start]] += 1

@@ -57,19 +57,24 @@ def check_not_in_multi_steps(tx: Any, state: Any) -> None:
 
 def check_params(params: Any) -> None:
     """Raise ``ValueError`` for a state in the parameters' place, and ``TypeError`` for a leaf that is not an array."""
-    nodes = jax.tree_util.tree_flatten_with_path(params, is_leaf=is_state)[0]
-    for path, x in nodes:
-        if is_state(x):
-            where = f" in {keystr(path)}" if path else ""
-            raise ValueError(
-                f"params: expected the parameters, and there is an optimizer's state{where}, a {type(x).__name__}. "
-                "Give the tree that the model computes with, as in tx.init(params)."
-            )
+    check_no_state("params", params, "Give the tree that the model computes with, as in tx.init(params).")
+    for path, x in leaves_with_paths(params):
         if not isinstance(x, Number) and not any(hasattr(x, name) for name in ("shape", "__jax_array__")):
             what = f"{keystr(path)} is a {type(x).__name__}" if path else f"got {x!r}"
             raise TypeError(
                 f"params: expected arrays, or values with shape and dtype; {what}. Leave out the leaves that receive "
                 "no gradient."
+            )
+
+
+def check_no_state(argument: str, tree: Any, fix: str = _ORDER) -> None:
+    """Raise ``ValueError`` for an optimizer's state in the place of the parameters, or of gradients like them."""
+    for path, x in jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_state)[0]:
+        if is_state(x):
+            where = f" in {keystr(path)}" if path else ""
+            raise ValueError(
+                f"{argument}: expected the parameters, or a tree like them, and there is an optimizer's state{where}, "
+                f"a {type(x).__name__}. {fix}"
             )
 
 
@@ -80,38 +85,31 @@ def is_state(x: Any) -> bool:
     return known and isinstance(x, tuple) and kind.__name__.endswith("State")
 
 
-def check_places(init: Callable[[Any], Any], updates: Any, state: Any, params: Any) -> None:
-    """Raise ``ValueError`` if the state and the updates, or the parameters, are in each other's place."""
-    trees = [jax.tree.structure(x) for x in (updates, state, params)]
-    for argument, given, k, other in (("params", params, 2, 0), ("updates", updates, 0, 2)):
-        if params is None or trees[1] != trees[other] or trees[k] == trees[other]:
-            continue
-        try:
-            swapped = jax.tree.structure(jax.eval_shape(init, state)) == trees[k]
-        except Exception:  # init cannot run on what we have
-            continue
-        if swapped:
-            raise ValueError(
-                f"state, {argument}: each is in the place of the other: state is a tree like the parameters, and "
-                f"{argument} is a {type(given).__name__} like the state that init gives. {_ORDER}"
-            )
-
-
-def check_gradients(updates: Any, params: Any) -> None:
-    """Raise ``ValueError`` for a gradient of another shape than its parameter.
+def check_gradients(updates: Any, params: Any, cause: Exception | None = None) -> None:
+    """Raise ``ValueError`` for a gradient of another shape than its parameter, or for other trees if an update failed.
 
     Gradients with more axes belong to single examples, which ``optax.contrib.dpsgd`` takes.
     """
-    if params is None or jax.tree.structure(updates) != jax.tree.structure(params):
+
+    def names(tree: Any) -> list[str]:
+        return names_of([path for path, _ in leaves_with_paths(tree)])
+
+    if params is None:
         return
-    given = jax.tree_util.tree_flatten_with_path(params)[0]
-    for k, ((_, p), g) in enumerate(zip(given, jax.tree.leaves(updates), strict=True)):
-        if np.shape(g) != np.shape(p) and np.ndim(g) <= np.ndim(p):
-            name = names_of([path for path, _ in given])[k] or "params"
-            raise ValueError(
-                f"updates: the gradient of {name} has the shape {np.shape(g)}, and the parameter {np.shape(p)}. Give "
-                "gradients of the parameters that are given: jax.grad of a function of params."
-            )
+    if jax.tree.structure(updates) == jax.tree.structure(params):
+        for k, (p, g) in enumerate(zip(jax.tree.leaves(params), jax.tree.leaves(updates), strict=True)):
+            if np.shape(g) != np.shape(p) and np.ndim(g) <= np.ndim(p):
+                raise ValueError(
+                    f"updates: the gradient of {names(params)[k] or 'params'} has the shape {np.shape(g)}, and the "
+                    f"parameter {np.shape(p)}. Give gradients of the parameters that are given: jax.grad of a function "
+                    "of params."
+                )
+    elif cause is not None and (given := {*names(updates)}) != (wanted := {*names(params)}):
+        missing, more = (", ".join(sorted(x)[:5]) or "none" for x in (wanted - given, given - wanted))
+        raise ValueError(
+            f"updates: their tree differs from the parameters'; without a gradient: {missing}; without a parameter: "
+            f"{more}. Give the gradients of these parameters: jax.grad of a function of params."
+        ) from cause
 
 
 def check_on_device(updates: Any, params: Any, why: str, state: Any = None) -> None:
@@ -132,19 +130,6 @@ def check_managed(state: Any, cause: Exception) -> None:
         raise ValueError(
             f"state: {len(names)} leaves are in pinned host memory, the first is {names[0]}, and no offload(...) in tx "
             "loads all of them. Fix: state = jo.to_host(tx, state), which moves each leaf to where tx keeps it."
-        ) from cause
-
-
-def check_tree(updates: Any, params: Any, cause: Exception) -> None:
-    """Raise ``ValueError`` if an update failed because gradients and parameters have different trees."""
-    if params is None or jax.tree.structure(updates) == jax.tree.structure(params):
-        return
-    given, wanted = ({*names_of([path for path, _ in leaves_with_paths(x)])} for x in (updates, params))
-    if given != wanted:
-        missing, more = (", ".join(sorted(names)[:5]) or "none" for names in (wanted - given, given - wanted))
-        raise ValueError(
-            f"updates: their tree differs from the parameters'; without a gradient: {missing}; without a parameter: "
-            f"{more}. Give the gradients of these parameters: jax.grad of a function of params."
         ) from cause
 
 

@@ -134,37 +134,33 @@ def restore(
     if not steps or (step is not None and steps[0] != step):
         wanted = "checkpoint" if step is None else f"checkpoint of step {step}"
         raise ValueError(f"manager: no complete {wanted} in {manager.directory}; complete steps there: {saved[::-1]}.")
-    for k, s in enumerate(steps):
+    for s, earlier in zip(steps, [*steps[1:], None], strict=True):
         try:
             return _restore_step(ocp, manager, s, item, target)
         except Damaged as error:
-            what = f"the checkpoint of step {s} in {_path(manager, s)} is damaged: {error}"
-            if not fallback:
-                raise ValueError(
-                    f"{what}\nRestore an earlier one (complete steps: {saved[::-1]}) with step=..., or pass "
-                    "fallback=True to use the latest that is whole."
-                ) from error.__cause__
-            if k + 1 == len(steps):
-                raise ValueError(f"{what}\nNo earlier checkpoint is left in {manager.directory}.") from error.__cause__
-            warnings.warn(
-                f"{what}\nUsing step {steps[k + 1]} instead. manager.delete({s}) removes the damaged one, so that "
-                "step can be saved again.",
-                stacklevel=2,
+            what = f"the checkpoint of step {s} in {_path(manager, s)} is damaged: {error}\n"
+            if fallback and earlier is not None:
+                warnings.warn(
+                    f"{what}Using step {earlier} instead. manager.delete({s}) removes the damaged one, so that "
+                    "step can be saved again.",
+                    stacklevel=2,
+                )
+                continue
+            fix = (
+                f"Restore an earlier one (complete steps: {saved[::-1]}) with step=..., or pass fallback=True to use "
+                "the latest that is whole."
             )
-    raise AssertionError("unreachable")
+            none = f"No earlier checkpoint is left in {manager.directory}."
+            raise ValueError(what + (none if fallback else fix)) from error.__cause__
 
 
 def _restore_step(ocp: Any, manager: Any, step: int, item: str | None, target: Any) -> Any:
     """Read one step; raise ``Damaged`` if another step may be whole, and ``ValueError`` if none can be right."""
     folder = _path(manager, step) / (item or "default")
-    if item is not None and not folder.exists():
-        there = sorted(path.name for path in folder.parent.iterdir())
-        raise ValueError(f"item: no {item!r} in {folder.parent}; there are {there}.")
     items = sorted(path.name for path in folder.parent.glob("*") if path.is_dir())
-    if item is None and not folder.exists() and items:
-        raise ValueError(
-            f"item: the checkpoint in {folder.parent} has the items {items}; say which: item={items[0]!r}."
-        )
+    if not folder.exists() and (items or item is not None):
+        given = "none was given" if item is None else f"there is no {item!r}"
+        raise ValueError(f"item: the checkpoint in {folder.parent} has the items {items}, and {given}; say which.")
     metadata = reading(ocp.StandardCheckpointHandler().metadata, folder)
     stored = dict(zip(*named(metadata.tree), strict=True))
     sums = _stored_sums(metadata.custom_metadata, folder)
@@ -326,14 +322,14 @@ class Late(np.ndarray):
 
     leaf: Any
 
+    @classmethod
+    def of(cls, leaf: Any) -> Late:
+        found = np.broadcast_to(np.zeros((), leaf.dtype), leaf.shape).view(cls)
+        found.leaf = leaf
+        return found
+
     def __deepcopy__(self, memo: Any) -> Any:
         return self.leaf
-
-
-def late(leaf: Any) -> Late:
-    found = np.broadcast_to(np.zeros((), leaf.dtype), leaf.shape).view(Late)
-    found.leaf = leaf
-    return found
 
 
 def read_late(ocp: Any, tree: Any) -> Any:
@@ -355,7 +351,7 @@ def read_late(ocp: Any, tree: Any) -> Any:
                 "jo.save_args: leaves of the state are on disk, and this orbax does not read them when it writes them. "
                 "Fix: disk.commit(step, tree) saves the state where it is; jo.restore(disk, target) reads that."
             )
-        return late(x)
+        return Late.of(x)
 
     return jax.tree.map(handed, tree, is_leaf=is_on_disk)
 
@@ -370,7 +366,7 @@ def sums_of(leaves: list[Any]) -> list[int]:
 def _works(ocp: Any) -> bool:
     want = np.arange(6, dtype=np.float32).reshape(2, 3)
     with tempfile.TemporaryDirectory() as folder, ocp.Checkpointer(ocp.StandardCheckpointHandler()) as checkpointer:
-        checkpointer.save(Path(folder) / "x", args=ocp.args.StandardSave({"x": late(want)}))
+        checkpointer.save(Path(folder) / "x", args=ocp.args.StandardSave({"x": Late.of(want)}))
         found = checkpointer.restore(Path(folder) / "x", args=ocp.args.StandardRestore({"x": np.zeros_like(want)}))
     return np.array_equal(found["x"], want)
 

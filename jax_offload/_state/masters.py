@@ -12,8 +12,7 @@ from jax import lax
 from jax_offload._program.arrays import Offloaded
 from jax_offload._program.memory import loaded, on_host
 from jax_offload._program.own_primitives import mark, mark_of
-from jax_offload._program.shardings import constrained, typed_sharding
-from jax_offload._state.arguments import changes_shapes, check_inner, check_on_device, check_state, check_tree
+from jax_offload._state.arguments import changes_shapes, check_gradients, check_inner, check_on_device, check_state
 
 LANDING = "brings a parameter to its master"  # marks such an update in the trace
 
@@ -45,10 +44,9 @@ def with_master_params(
     and streams them with the moments. ``inner`` sees gradients and parameters in ``dtype``. Parameters that are already
     as precise as ``dtype`` get no master.
 
-    Each parameter lands exactly on ``master.astype(param.dtype)``. With ``jo.update_params`` that always holds. With
-    ``update`` and ``optax.apply_updates`` it holds if the old and the new value are zero or normal, their difference is
-    finite, and the old value is less than 2^15 (bfloat16) or 2^12 (float16) times the new one in magnitude, unless the
-    new one is zero. The updates have dtype ``dtype``.
+    Each parameter lands exactly on ``master.astype(param.dtype)`` if the old and the new value are zero or normal,
+    their difference is finite, and the old value is less than 2^15 (bfloat16) or 2^12 (float16) times the new one in
+    magnitude, unless the new one is zero. The updates have dtype ``dtype``.
 
     If you change a parameter from outside, by loading weights or swapping in an average, its master follows: the next
     update starts from the new value. The comparison is element by element and bit by bit, so that rounding within the
@@ -178,7 +176,7 @@ def checked_update(
         new, after = tx.update(updates, state, params, **extra_args)
     except Exception as error:
         check_state(tx.init, state, like, error)
-        check_tree(updates, params, error)
+        check_gradients(updates, params, error)
         raise
     other_tree = jax.tree.structure(after) != jax.tree.structure(state)
     if other_tree or changes_shapes(state, after) or changes_shapes(like, new):
@@ -226,37 +224,6 @@ def _masters_like(state: MasterState, treedef: Any) -> list[Any]:
     except (ValueError, TypeError) as error:
         raise ValueError(f"state: its masters do not fit parameters with the tree {treedef}: {error}") from error
     return [None if isinstance(m, optax.MaskedNode) else m for m in masters]
-
-
-def applied_to_masters(params: Any, updates: Any, state: Any) -> Any:
-    """Apply updates as ``optax.apply_updates`` does, but land exactly on the masters if the updates lead to them.
-
-    They do not if a transformation around ``with_master_params`` has changed them.
-    """
-    leaves, treedef = jax.tree.flatten(params)
-    steps = treedef.flatten_up_to(updates)
-    masters: list[Any] = [None] * treedef.num_leaves
-    for node in filter(_is_state, jax.tree.leaves(state, is_leaf=_is_state)):
-        try:
-            found = _masters_like(node, treedef)
-        except ValueError:  # the masters are for a part of the parameters, or all in one vector
-            continue
-        masters = [old if m is None or m.dtype == jnp.int16 else m for old, m in zip(masters, found, strict=True)]
-
-    def land(p: Any, u: Any, master: Any) -> Any:
-        if master is None:
-            return optax.apply_updates(p, u)
-        # With Explicit axes a master may be divided further than its parameter. Gather the new parameter, not the
-        # master, which has twice the bytes.
-        of_param, of_master = (typed_sharding(jax.typeof(x)) for x in (p, master))
-        p, u = constrained(p, of_master), constrained(u, of_master)
-        target = master.astype(p.dtype)
-        to, reached = rounded(master, p.dtype), p.astype(master.dtype) + u.astype(master.dtype)
-        near = jnp.abs(reached - to) <= 2.0**-20 * jnp.maximum(jnp.abs(to), jnp.abs(p.astype(master.dtype)))
-        applied: Any = optax.apply_updates(p, u)
-        return constrained(jnp.where(near | ~jnp.isfinite(reached), target, applied), of_param)
-
-    return jax.tree.unflatten(treedef, [land(*each) for each in zip(leaves, steps, loaded(masters), strict=True)])
 
 
 def rounded(x: jax.Array, dtype: Any) -> jax.Array:

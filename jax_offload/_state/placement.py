@@ -300,7 +300,8 @@ class Policy:
             patterns = (select,) if isinstance(select, str) else tuple(select)
             select = Rules(patterns, (True,) * len(patterns), select)
         if _are_rules(update_on):
-            update_on = Rules(*zip(*update_on, strict=True), update_on)
+            patterns, values = zip(*update_on, strict=True)
+            update_on = Rules(patterns, values, update_on)
         checked = {
             "fraction": _checked("fraction", self.fraction, _share),
             "select": select if callable(select) else _checked("select", select, _choice),

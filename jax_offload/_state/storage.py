@@ -21,7 +21,7 @@ from jax_offload._program.barriers import opaque
 from jax_offload._program.own_primitives import composite
 from jax_offload._program.paths import KeyPath, first_matches, leaves_with_paths
 from jax_offload._state.formats import Storage, decode, encode, encoded_bytes, mixed
-from jax_offload._state.masters import MasterState, checked_update
+from jax_offload._state.masters import MasterState
 from jax_offload._state.placement import stays
 
 Rules = tuple[tuple[str | None, Storage], ...]  # ``None`` matches every leaf
@@ -207,7 +207,7 @@ def with_storage(
 
     def update_fn(updates: Any, state: Any, params: Any = None, **extra_args: Any) -> tuple[Any, StoredState]:
         before = jax.tree.map(lambda x: decoded(x) if is_encoded(x) else x, state.inner_state, is_leaf=is_encoded)
-        new, after = checked_update(inner, updates, before, params, **extra_args)
+        new, after = inner.update(updates, before, params, **extra_args)
         return new, next_stored(state, before, after)
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)

@@ -389,6 +389,9 @@ def test_what_is_given_counts():
     given = jo.plan(jo.offload(ADAMW, fraction=0.5, window=2**28), "7B", chip="h100")
     assert [row.name for row in given.options][:2] == ["resident", "as given"]
     assert "fraction=0.5, window=268435456" in given["as given"].code
+    for options in {"fraction": 0}, {"fraction": 0, "storage": "bfloat16"}:
+        none = jo.plan(jo.offload(ADAMW, **options), "7B", chip="h100", disk=True)
+        assert none["as given"].host == 0 < none["cores"].host and none["disk"].disk
     chain = jo.plan(optax.chain(optax.clip_by_global_norm(1.0), jo.offload(ADAMW)), "7B", chip="h100")
     assert [row.name for row in chain.options] == ["as given"]
     assert chain["as given"].host == jo.plan(ADAMW, "7B", chip="h100")["offload"].host
