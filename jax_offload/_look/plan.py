@@ -243,13 +243,13 @@ class _Rows:
 
     def judged(self, name: str, tx: Any, code: str, run: str, same: bool = True) -> Row:
         """Return the row of an optimizer in a step of ``run``, compiled if there is a target."""
-        params = on_device(self.params) if name.startswith("resident") else self.params
-        parameters = sum(map(own_bytes, jax.tree.leaves(params)))
-        away = sum(own_bytes(x) for x in jax.tree.leaves(params) if _in_host_memory(x))
+        leaves = jax.tree.leaves(self.params)
+        parameters = sum(map(own_bytes, leaves))
+        away = 0 if name.startswith("resident") else sum(own_bytes(x) for x in leaves if _in_host_memory(x))
         code = f"{code}; step = {run}(step, donate_argnums=(0, 1))"
-        sizes = sizes_of(tx, params, run)
-        sizes |= {"host": sizes["host"] + away}  # the update loads and stores them, and the forward pass loads them too
-        sizes |= {} if sizes["loaded"] is None else {"loaded": sizes["loaded"] + away}
+        sizes = sizes_of(tx, on_device(self.params), run)
+        for field, times in ("host", 1), ("loaded", 2), ("stored", 1):  # both passes load them, and the update stores
+            sizes |= {} if sizes[field] is None else {field: sizes[field] + times * away}
         row = Row(name, code, parameters - away, parameters, **sizes, activations=self.activations, same_numbers=same)
         return self.setting.judged(row if self.made is None else self.made.compiled(row, tx, run, self.setting.chip))
 
