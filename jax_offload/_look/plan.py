@@ -281,10 +281,10 @@ class _Rows:
         run = "jo.pipelined" if any(row.waits for row in rows) and "disk" not in given else "jo.jit"
         if run == "jo.pipelined":
             rows += self.row(f"pipelined{zero if base is not given else ''}", on_device, run)
-        if not any(row.fits for row in rows if row.name.startswith("resident")) and "fraction" not in given:
-            rows += self._smallest_fraction(rows[-1], on_device, run)
         if any(map(_in_host_memory, jax.tree.leaves(self.params))):
             return rows  # the cores and files update parameters on the device
+        if not any(row.fits for row in rows if row.name.startswith("resident")) and "fraction" not in given:
+            rows += self._smallest_fraction(rows[-1], on_device, run)
         if self.setting.devices <= ON_A_HOST and not given.keys() & {"update_on", "disk", "shard_over"}:
             rows += self.row("cores", {**_that_moves(given), "update_on": "host"})
         if disk and "disk" not in given:
