@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import Any
 
 import jax
@@ -23,6 +23,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jax_offload._emit.find import holds_update, is_update
 from jax_offload._emit.region import Update, bound
+from jax_offload._program.barriers import equation_of_together
 from jax_offload._program.branches import choice
 from jax_offload._program.jaxprs import (
     REFERENCES,
@@ -46,7 +47,7 @@ from jax_offload._program.jaxprs import (
 )
 from jax_offload._program.memory import is_host_aval, on_device_aval, to_device, to_host
 from jax_offload._program.own_primitives import MARK
-from jax_offload._program.primitives import ELEMENTWISE, PLACED, SHAPES, is_cheap, is_loop
+from jax_offload._program.primitives import CHECKPOINT, ELEMENTWISE, PLACED, SHAPES, is_cheap, is_loop
 from jax_offload._program.private import without_references
 from jax_offload._program.program import (
     Builder,
@@ -70,7 +71,7 @@ _MOST_UNROLLED = 256
 
 def canonical(program: Program) -> Program:
     """Return the step's program in the one form, with the same inputs and results."""
-    program = rebuilt(always_updating(dereferenced(program)), _on_the_device)
+    program = _opened(rebuilt(always_updating(dereferenced(program)), _on_the_device))
     for at in [k for k, eqn in enumerate(program.eqns) if eqn.primitive.name == "scan"][::-1]:
         program = _moved_as_a_whole(_by_rows(program, at), at)
     return _joined(_unrolled(program))
@@ -83,7 +84,42 @@ def dereferenced(program: Program, *, any_jit: bool = False) -> Program:
     return flat(without_references(program.closed), any_jit=any_jit)
 
 
-# Updates beside a shard_map ----------------------------------------------------------------------------------------
+# Checkpoints around scans over layers -------------------------------------------------------------------------------
+
+
+def _opened(program: Program) -> Program:
+    """Inline each ``jax.checkpoint`` that scans over rows of parameters, as one around a whole loss does."""
+    updates = [eqn for eqn in program.eqns if is_update(eqn)]  # the body of a loop has none
+    read = {v for eqn in updates for v in variables(eqn.invars)} if updates else {*program.inputs}
+    made = {v for eqn in updates for v in eqn.outvars}
+    layers = made_cheaply(program.eqns, read & {*program.inputs} | made)
+
+    def scans_over_layers(eqn: Equation) -> bool:
+        if eqn.primitive.name not in CHECKPOINT or layers.isdisjoint(variables(eqn.invars)):
+            return False
+        body = flat(closed(eqn.params["jaxpr"]), opens=lambda _: True)
+        inside = {v for v, x in zip(body.inputs, eqn.invars, strict=True) if isinstance(x, Var) and x in layers}
+        inside = made_cheaply(body.eqns, inside)
+        scans = filter(None, map(scan_of, body.eqns))
+        return any(not inside.isdisjoint(variables(scan.xs)) for scan in scans)
+
+    around = {id(eqn) for eqn in program.eqns if scans_over_layers(eqn)}
+    if not around:
+        return program
+    known = {v for eqn in program.eqns for v in eqn.outvars}
+
+    def without_layers(new: Builder, eqn: Equation, operands: list[Atom]) -> Sequence[Atom] | None:
+        """The barrier that keeps recomputed values apart, for what a scan does not read by rows."""
+        if eqn.primitive.name != "optimization_barrier" or not known.isdisjoint(eqn.outvars):
+            return None
+        kept = {x: v for x, v in zip(operands, eqn.outvars, strict=True) if isinstance(x, Var) and x not in layers}
+        new.eqns.append(equation_of_together(kept))
+        return [kept.get(x, x) if isinstance(x, Var) else x for x in operands]
+
+    return rebuilt(flat(program.closed, opens=lambda eqn: id(eqn) in around), without_layers)
+
+
+# Updates beside a shard_map -----------------------------------------------------------------------------------------
 
 
 def inside_shard_maps(program: Program) -> Program:
@@ -420,7 +456,7 @@ def _moved_as_a_whole(program: Program, at: int) -> Program:
     """
     scan = scan_of(program.eqns[at])
     assert scan is not None
-    loaded = _loaded(program.eqns[:at])
+    loaded = made_cheaply(program.eqns[:at])
     leaves = loaded | {v for v in program.inputs if is_host_aval(v.aval)}
     of_leaves = [k for k, x in enumerate(scan.xs) if isinstance(x, Var) and x in leaves]
     # a policy of jax.checkpoint sends activations to host memory, where another scan reads them
@@ -497,9 +533,9 @@ def _on_the_device(new: Builder, eqn: Equation, operands: list[Atom]) -> Sequenc
     return new.call(traced_for(eqn, run), operands)
 
 
-def _loaded(eqns: Sequence[Equation]) -> set[Var]:
-    """The values that are loaded from host memory as a whole, and cheap functions of them."""
-    found = set[Var]()
+def made_cheaply(eqns: Sequence[Equation], start: Iterable[Var] = ()) -> set[Var]:
+    """The values that are loaded from host memory as a whole, those of ``start``, and cheap functions of them."""
+    found = {*start}
     for eqn in eqns:
         ins = variables(eqn.invars)
         if is_load(eqn) or (ins and eqn.primitive.name in ELEMENTWISE | SHAPES and found.issuperset(ins)):

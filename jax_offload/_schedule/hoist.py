@@ -238,9 +238,10 @@ class Hoist:
 
     def streaming(self) -> InScan | None:
         """Plan to load the leaves on the host that the scan reads by rows, where no update moves into it."""
-        again = {} if self.nest else self._reread(set())
+        again = self._reread(set())
         kept = tuple(y for y in self.scan.ys if not isinstance(y, DropVar))
-        return InScan(self.scan, (), kept, True, frozenset(), reread=again) if again else None
+        gone = frozenset(map(id, self.nest.merging)) if self.nest else frozenset[int]()
+        return InScan(self.scan, (), kept, True, gone, reread=again, nest=self.nest) if again else None
 
     def _reread(self, moving: Set[Var]) -> dict[int, Planned]:
         """Map the number of one of the scan's ``xs`` to how its rows are made of rows of leaves that move in the scan:
@@ -261,7 +262,7 @@ class Hoist:
             few = sum(nbytes(v.aval) for v in s.loads) <= 2 * nbytes(x.aval)
             if not large or not few or not all(map(needed.get, leads)) or not s.core.loads.issuperset(s.loads):
                 continue
-            if s.loads and self.nest:  # it would load a whole group
+            if s.loads and self.nest and not self.nest.hands_on([k]):  # it would load a whole group
                 continue
             if s.loads and any(needed[v] and v not in moving and not is_host_aval(v.aval) for v in s.inputs):
                 continue  # with rows on the device beside them it is new parameters, which are on the device too
