@@ -24,7 +24,7 @@ from jax_offload._drive.cores import is_sent
 from jax_offload._emit.find import holds_driven_update, holds_update, is_update
 from jax_offload._emit.region import Update
 from jax_offload._emit.rows import group_looped
-from jax_offload._emit.run import functions
+from jax_offload._emit.run import SliceRunner
 from jax_offload._ir.primitives import CHECKPOINT
 from jax_offload._ir.program import Builder, Program, as_program, numbered, structure
 from jax_offload._ir.slices import Slice, consecutive, slice_of
@@ -173,7 +173,7 @@ class Staged:
     def _whole(self, p: Planned, update: Update) -> Slice:
         def run(*args: Any) -> list[Any]:
             env = dict(zip(p.slice.inputs, args, strict=True))
-            functions([p], update.names, lowered=True)(p, env)
+            SliceRunner([p], update.names, lowered=True)(p, env)
             return values_of(env, p.slice.outputs)
 
         how = (p.transfer.axis, p.transfer.rows, p.transfer.shape) if isinstance(p.transfer, Chunked) else None
