@@ -28,13 +28,22 @@ import jax
 import numpy as np
 from jax.sharding import Sharding
 
-from jax_offload._base.arrays import is_integer
-from jax_offload._base.on_disk import TOKEN, VERSIONS, Ends, OnDisk, Place, Range, Token
-from jax_offload._base.processes import LETTERS, allgathered, everywhere, several
-from jax_offload._base.shardings import Parts, assembled, box_of_shape, boxes_of, covered, gathered, parts_of, shape_of
 from jax_offload._disk.files import pages
 from jax_offload._disk.leaves import Stored, check_covered, entries_of, packed, placed, stored_in, unpacked
+from jax_offload._disk.placeholder import TOKEN, VERSIONS, Ends, OnDisk, Place, Range, Token
+from jax_offload._disk.processes import LETTERS, allgathered, everywhere, several
 from jax_offload._disk.store import NAME, Commit, Entry, Room, Store, manifests
+from jax_offload._program.arrays import is_integer
+from jax_offload._program.shardings import (
+    Parts,
+    assembled,
+    box_of_shape,
+    boxes_of,
+    covered,
+    gathered,
+    parts_of,
+    shape_of,
+)
 
 _READERS, _WRITERS = 2, 4  # leaves of a few MiB were written faster by four threads than by two, and read no faster
 

@@ -10,14 +10,24 @@ import jax
 import jax.numpy as jnp
 from jax.extend import source_info_util
 
-from jax_offload._base.barriers import gate, opaque
-from jax_offload._base.jaxprs import ClosedJaxpr, Equation, Var, closed, jax_fun, jaxpr_like, jaxpr_of, jit, variables
-from jax_offload._base.memory import is_host_aval, to_device, to_host
-from jax_offload._base.shardings import zeros
 from jax_offload._emit.rows import Names, looped, or_batched, prefetch, update_of, write_back
-from jax_offload._ir.program import is_load, is_store, numbered, structure
-from jax_offload._ir.slices import Slice
-from jax_offload._plan.plan import Chunked, Gate, Planned, Schedule
+from jax_offload._program.barriers import gate, opaque
+from jax_offload._program.jaxprs import (
+    ClosedJaxpr,
+    Equation,
+    Var,
+    closed,
+    jax_fun,
+    jaxpr_like,
+    jaxpr_of,
+    jit,
+    variables,
+)
+from jax_offload._program.memory import is_host_aval, to_device, to_host
+from jax_offload._program.program import is_load, is_store, numbered, structure
+from jax_offload._program.shardings import zeros
+from jax_offload._program.slices import Slice
+from jax_offload._schedule.schedule import Chunked, Gate, Planned, Schedule
 
 Env = dict[Var, Any]
 

@@ -13,7 +13,7 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import jax_offload as jo
-from jax_offload._analysis.compiled import compile_for, prepare, target_of
+from jax_offload._look.compiled import compile_for, prepare, target_of
 
 prepare()
 
