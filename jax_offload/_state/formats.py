@@ -24,7 +24,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from jax_offload._program.arrays import is_integer, nbytes
+from jax_offload._program.arrays import check_integer, nbytes
 from jax_offload._program.shardings import constrained, padded, shards_of, typed_sharding
 
 SCALED = ("float16", "float8_e4m3fn", "float8_e5m2")
@@ -86,8 +86,7 @@ class Storage:
             hint = _meant(self.dtype, name)
             raise ValueError(f"storage: expected one of {', '.join(NAMES)}; got {self.dtype!r}.{hint}")
         object.__setattr__(self, "dtype", name)
-        if not is_integer(self.block) or self.block <= 0:
-            raise ValueError(f"storage: block must be a number of elements > 0, an int; got {self.block!r}.")
+        check_integer("storage: block", self.block, 1, "a number of elements > 0, an int", f"{BLOCK} is usual.")
 
 
 def _meant(given: Any, dtype: str) -> str:
