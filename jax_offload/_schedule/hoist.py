@@ -276,9 +276,10 @@ class Hoist:
 
     def _remade(self, eqn: Equation, needed: Mapping[Var, Rows | None], moving: Set[Var]) -> Dims | None:
         """Where an equation's operands have their rows, if the rows of its results are to be made again."""
-        if any(v in moving or is_host_aval(v.aval) or v in self._results for v in eqn.outvars):
+        dims = pulled(eqn, needed, self.scan.length)
+        if dims is None or any(v in moving or is_host_aval(v.aval) or v in self._results for v in eqn.outvars):
             return None
-        return pulled(eqn, needed, self.scan.length)
+        return dims
 
     def _is_divided(self, v: Var, d: Rows | None) -> bool:
         """Whether the rows of a variable are divided between devices."""
@@ -569,10 +570,11 @@ def pulled(eqn: Equation, needed: Mapping[Var, Rows | None], size: int, own: Set
 
     Equations of ``own`` run only once, so they may be expensive.
     """
+    if eqn.effects or not (_may_run_twice(eqn) or id(eqn) in own):
+        return None
     wanted = {v: needed[v] for v in eqn.outvars if v in needed}
     dims = {*wanted.values()}
-    cheap = _may_run_twice(eqn) or id(eqn) in own
-    if len(dims) != 1 or None in dims or not cheap or eqn.effects:
+    if len(dims) != 1 or None in dims:
         return None
     (dim,) = dims
     assert dim is not None
