@@ -1,8 +1,8 @@
 """Decide where each part of a whole step runs, with its updates inlined. Nothing is emitted here.
 
 For each scan it tries the policies one after the other: run updates in the scan that makes their gradients
-(``Hoist.behind``), only load parameters by rows (``Hoist.streaming``), run updates in the scan that reads their new
-parameters (``Hoist.ahead``). If no scan takes an update, gates may hold its pieces between the passes. To add a policy:
+(``Hoist.into_backward``), only load parameters by rows (``Hoist.streaming``), run updates in the scan that reads their new
+parameters (``Hoist.into_forward``). If no scan takes an update, gates may hold its pieces between the passes. To add a policy:
 
 1. Add a method to ``Hoist`` (``_schedule/hoist.py``) that returns an ``InScan``, or ``None`` and the reasons, and call
    it beside the others. A reason ends with a fix; ``placement`` prints it.
@@ -123,7 +123,7 @@ def decided(found: Inlined, apart: bool = False) -> Parts:
     for at in reversed(scans):
         read = {v for plan in plans.values() for v in plan.operands}
         hoist = Hoist(step.program, at, step.next_of, step.waiting, claimed=moved, updates=step.own, read=read)
-        plan, stay_behind[at] = hoist.behind()
+        plan, stay_behind[at] = hoist.into_backward()
         if plan is not None:
             plans[at] = plan
             moved |= plan.eqns
@@ -138,7 +138,7 @@ def decided(found: Inlined, apart: bool = False) -> Parts:
             read = {v for plan in [*plans.values(), *filter(None, streaming.values())] for v in plan.hosts}
             read |= {v for plan in plans.values() for v in plan.operands}
             hoist = Hoist(step.program, at, step.next_of, claimed=moved, own=own, read=read, reread=reread)
-            plan, why = hoist.ahead()
+            plan, why = hoist.into_forward()
             stay_ahead += why
             if plan is not None:
                 plans[at] = plan

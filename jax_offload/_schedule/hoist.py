@@ -1,9 +1,9 @@
 """Find the parts of an update that can run inside a scan of the step, on one row in each iteration.
 
 The results of a scan are stacked: row i is from iteration i. An update that keeps rows apart needs no more of a stacked
-gradient than the row of the layer that it updates, so it can run where that row is made (``behind``); then the stack
+gradient than the row of the layer that it updates, so it can run where that row is made (``into_backward``); then the stack
 never exists. Where a step begins with the update for the gradients of the batch before, it can run where the forward
-pass first reads the new row (``ahead``), while the state of the neighboring layers moves.
+pass first reads the new row (``into_forward``), while the state of the neighboring layers moves.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ class Hoist:
             return Nest(outer, inner, body, before, after, layers, [*grouping.values()], [*merging.values()])
         return None
 
-    def behind(self) -> tuple[InScan | None, list[str]]:
+    def into_backward(self) -> tuple[InScan | None, list[str]]:
         """Plan the moves into the scan, which makes the gradients; return also why other updates do not move."""
         eqns, scan, ys = self.program.eqns, self.scan, {*self.scan.ys}
         flow = _flow(eqns, scan, self.at, self.claimed)
@@ -187,7 +187,7 @@ class Hoist:
         again = self._reread({*plan.in_place, *plan.hosts})
         return dataclasses.replace(plan, reread=again), why
 
-    def ahead(self) -> tuple[InScan | None, list[str]]:
+    def into_forward(self) -> tuple[InScan | None, list[str]]:
         """Plan the moves into the scan, which reads the new parameters; return also why other updates do not move."""
         scan, eqns = self.scan, [eqn for eqn in self.program.eqns[: self.at] if id(eqn) not in self.claimed]
 
