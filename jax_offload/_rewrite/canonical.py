@@ -219,7 +219,8 @@ def _moved_inside(program: Program, at: int, moved: Sequence[Equation]) -> Progr
         own = dict(zip(passed, operands, strict=False))
         env = {v: own[k] for v, k in whole.items()} | dict(zip(others, operands[len(passed) :], strict=True))
         _evaluated([eqn for eqn in moved if id(eqn) in ahead], env)
-        made = body(*(own[k] if k in own else env[v] for k, v in enumerate(this.invars)))
+        given = {k: env[v] for k, v in enumerate(this.invars) if isinstance(v, Var) and k not in own} | own
+        made = body(*(given[k] for k in range(len(this.invars))))
         env.update(zip(this.outvars, made, strict=True))
         _evaluated([eqn for eqn in moved if id(eqn) not in ahead], env)
         return [*itertools.compress(made, kept), *values_of(env, results)]

@@ -138,7 +138,7 @@ class Hoist:
         read, written = set[Var](), set[Var]()
 
         @functools.cache
-        def others(numbers: Set[int]) -> Set[Var]:
+        def others(numbers: frozenset[int]) -> Set[Var]:
             return made_of(eqns, lambda eqn: self.updates.get(id(eqn)) not in (None, *numbers))
 
         for group in together.values():
@@ -151,7 +151,7 @@ class Hoist:
             numbers = frozenset(self.updates[k] for k in own if k in self.updates)
 
             def dims_of(
-                eqn: Equation, needed: Mapping[Var, Rows | None], own: Set[int] = own, numbers: Set[int] = numbers
+                eqn: Equation, needed: Mapping[Var, Rows | None], own: Set[int] = own, numbers: frozenset[int] = numbers
             ) -> Dims | None:
                 if id(eqn) in own:
                     return flow.of(eqn)
