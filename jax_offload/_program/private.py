@@ -203,9 +203,18 @@ def equation_of(x: Any) -> Any:
 
     ``None`` for an argument, and for values that are not traced into a jaxpr: an array, the tangent of a derivative.
     """
-    _check_tracers()
-    eqn = _part_of(x, "parent") if isinstance(x, _part_of(pe, "DynamicJaxprTracer")) else None
+    eqn = _parent_of(x)
     return None if eqn is None else _as_equation(eqn)
+
+
+def is_result(x: Any) -> bool:
+    """Whether ``equation_of`` finds an equation; the equation, which may have thousands of operands, is not built."""
+    return _parent_of(x) is not None
+
+
+def _parent_of(x: Any) -> Any:
+    _check_tracers()
+    return _part_of(x, "parent") if isinstance(x, _part_of(pe, "DynamicJaxprTracer")) else None
 
 
 def _as_equation(eqn: Any) -> Any:
