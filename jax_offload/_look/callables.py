@@ -23,6 +23,11 @@ _HINT = (
 )
 
 
+def may_be_step(x: Any) -> bool:
+    """Whether ``x`` can be called, and tells what it computes: a program that is traced or compiled tells no update."""
+    return callable(x) and not isinstance(x, jax.stages.Traced | jax.stages.Compiled)
+
+
 def opened(step: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
     """Return a step without the partials and bound methods around it, and its arguments with those that they add."""
     kwargs = dict(kwargs)

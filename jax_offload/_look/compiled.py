@@ -29,7 +29,7 @@ from jax_offload._emit.find import holds_driven_update, kept_on_host, updates_in
 from jax_offload._emit.region import Update
 from jax_offload._host.driver import Driven
 from jax_offload._host.stages import BEFORE
-from jax_offload._look.callables import jitted, opened
+from jax_offload._look.callables import jitted, may_be_step, opened
 from jax_offload._look.chips import Chip, chip, known_as
 from jax_offload._look.hlo import Module
 from jax_offload._program import private
@@ -126,7 +126,7 @@ def compiled(step: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], target
             "step: expected a training step and its arguments; got a function and an optimizer, the (make, tx) of "
             "plan. Give what make(tx) returns: inspect(*make(tx))."
         )
-    if not callable(step) or isinstance(step, jax.stages.Compiled):
+    if not may_be_step(step):
         raise TypeError(
             f"step: expected a training step, jitted or not, and its arguments; got a {type(step).__name__}."
         )

@@ -17,7 +17,7 @@ from jax.sharding import NamedSharding
 from jax_offload._disk.placeholder import is_on_disk
 from jax_offload._emit.find import Found, updates_in
 from jax_offload._emit.region import Update
-from jax_offload._look.callables import opened, unwrapped
+from jax_offload._look.callables import may_be_step, opened, unwrapped
 from jax_offload._look.text import aligned, preformatted, terminal_width
 from jax_offload._program import memory as _memory
 from jax_offload._program.arrays import is_traced
@@ -167,7 +167,7 @@ def placement(tx: optax.GradientTransformation | Callable[..., Any], *args: Any,
         if len(args) != 1:
             raise TypeError(f"placement(tx, params): expected the parameters alone; got {len(args)} arguments.")
         return of_transformation(tx, *args, **extra_args)[0]
-    if not callable(tx):
+    if not may_be_step(tx):
         raise TypeError(
             f"tx: expected an optax.GradientTransformation or a step, a function; got a "
             f"{type(tx).__name__}. The order is placement(tx, params) or placement(step, *args)."

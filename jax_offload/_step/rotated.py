@@ -140,8 +140,8 @@ class Rotated:
         )
         self._like = {v: pending.like_state(v, arrays) for v in produced}
 
-        def train(own: Values, produced: Values, given: Values, rest: Values, *static: Any) -> Any:
-            leaves, late = self._after(own, produced, given)
+        def train(carry: Values, produced: Values, given: Values, rest: Values, *static: Any) -> Any:
+            leaves, late = self._after(carry, produced, given)
             next_step = following(types, rest, static)
             produced, given, now = next_step.before(leaves, jax.tree.leaves(rest))
             return (next_step.own(leaves), produced, given), late, now, next_step

@@ -255,10 +255,13 @@ def test_how_it_prints():
 
 
 def test_bad_input():
-    lowered = jax.jit(jnp.sin).lower(1.0)
-    for given, name in ({}, "dict"), (lowered, "Lowered"), (lowered.compile(), "Compiled"):
+    traced = jax.jit(jnp.sin).trace(1.0)
+    for given in {}, traced, traced.lower(), traced.lower().compile():
+        name = type(given).__name__
         with pytest.raises(TypeError, match=f"step: expected a training step, jitted or not.*; got a {name}"):
             jo.inspect(given)
+        with pytest.raises(TypeError, match=f"tx: expected .* or a step, a function; got a {name}"):
+            jo.placement(given)
     with pytest.raises(ValueError, match=r"cannot compile for 'h300'. Known: a100, h100, h200, v5e:2x2"):
         jo.inspect(jnp.sin, jnp.ones(3), target="h300")
     with pytest.raises(TypeError, match=r'target: expected .* "v5e:2x2"; got 5'):
@@ -295,7 +298,7 @@ def test_a_pipelined_step(target):
     assert report.problems == () and report.parts["gradients"] == 4 * MIB  # they wait for their update
     if target:
         assert (report.parts["parameters"], report.host, report.host_temp) == (4 * MIB, 8 * MIB, 0)
-        assert {t.leaf for t in report.transfers} == {f"own['state/1/0/{m}/w']" for m in ("mu", "nu")}
+        assert {t.leaf for t in report.transfers} == {f"carry['state/1/0/{m}/w']" for m in ("mu", "nu")}
 
 
 @pytest.mark.filterwarnings("ignore:offload\\(\\)")  # of the state that has been moved
