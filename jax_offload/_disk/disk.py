@@ -51,9 +51,9 @@ _READERS, _WRITERS = 2, 4  # leaves of a few MiB were written faster by four thr
 class Disk:
     """Keep in files the part of a state that does not fit into host memory.
 
-    Use it as ``jo.offload(inner, disk=jo.disk(folder))``. Each step of ``jax_offload.jit``, which drives it from
-    Python, reads that part group by group, updates it on the device and writes it again, while it reads the next group
-    and writes the last one. The numbers are the same as in host memory (docs/disk.md).
+    Use it as ``jo.offload(inner, disk=jo.disk(folder))``. Each step of ``jax_offload.jit`` reads that part group by
+    group. While the device updates one group, the step reads the next one and writes the one before. The numbers are
+    the same as in host memory (docs/disk.md).
 
     Only ``commit`` saves anything: after a crash the files hold the whole last commit. They take twice the bytes of
     their leaves, because new values never overwrite committed ones.
@@ -106,7 +106,7 @@ class Disk:
 
     @property
     def last_commit(self) -> int | None:
-        """The step of the last commit in the directory, or ``None``. All of several processes must ask."""
+        """The step of the last commit in the directory, or ``None``. If there are several processes, all must ask."""
         if self._opened is not None:
             return self._opened.step
         last = last_of_all(self.directory)

@@ -25,6 +25,7 @@ from jax_offload._program.jaxprs import (
     Scan,
     Var,
     holds,
+    inner_of,
     jax_fun,
     jaxpr_of,
     located,
@@ -38,15 +39,25 @@ from jax_offload._program.jaxprs import (
 from jax_offload._program.jaxprs import (
     closed as as_closed,
 )
+from jax_offload._program.primitives import is_loop
 from jax_offload._program.private import manual_axes_of
-from jax_offload._program.program import Builder, Program, expanded, flat, replaced, traced_for, without_effects_of_axes
-from jax_offload._program.propagate import Node
-from jax_offload._program.slices import Slice
-from jax_offload._rewrite.canonical import canonical, inside_shard_maps
+from jax_offload._program.program import (
+    Builder,
+    Program,
+    expanded,
+    flat,
+    rebuilt,
+    replaced,
+    traced_for,
+    without_effects_of_axes,
+)
+from jax_offload._program.propagate import Node, needed_for
+from jax_offload._program.slices import Slice, slice_of
+from jax_offload._rewrite.canonical import canonical, inside_shard_maps, made_cheaply
 from jax_offload._rewrite.checked import CannotRewrite, check_order, same_memory, tell, unreturned
 from jax_offload._rewrite.cut import unguarded
-from jax_offload._rewrite.inlined import equation_of
-from jax_offload._rewrite.parts import Parts, parts_of
+from jax_offload._rewrite.inlined import Inlined, equation_of
+from jax_offload._rewrite.parts import Parts, decided, parts_of
 from jax_offload._schedule.in_scan import InScan
 from jax_offload._schedule.schedule import Gate, Planned
 
@@ -71,8 +82,11 @@ def rewritten(closed: ClosedJaxpr) -> ClosedJaxpr:
         whole = inside_shard_maps(program)
         plain = canonical(unguarded(whole))
         found = None if ordered(plain.effects) else parts_of(_noted_inside(plain))
-        if found is not None and found.moved:
-            return _put_together(found).closed
+        if found is not None and (found.moved or any(map(_runs_passes, plain.eqns))):
+            program = _put_together(found)
+            within = _within_loops(program, found.step.like)
+            if found.moved or within is not program:
+                return within.closed
     except Exception as fault:  # whatever is wrong with a rewritten step, the one that was written runs
         return _saying(closed, [tell("the step runs as written, and hides no transfers", fault)])
     if found is not None:
@@ -125,6 +139,87 @@ def _put_together(found: Parts) -> Program:
                     raise CannotRewrite(f"a part makes {x.aval} in place of {v.aval}")
             new.names.update(zip(part.makes, results, strict=True))
     return dataclasses.replace(program, eqns=new.eqns, outputs=new.read(program.outputs))
+
+
+# ---- loops that run passes in each iteration, such as one over microbatches
+
+
+def _within_loops(program: Program, like: Equation) -> Program:
+    """Let such loops load rows of parameters, and add rows of gradients to their sums, in the scans inside them.
+
+    Returns the same program where no loop can. ``like``: an equation of an update of the step.
+    """
+    if not any(map(_runs_passes, program.eqns)):
+        return program
+    loaded, at = made_cheaply(program.eqns), {id(eqn): k for k, eqn in enumerate(program.eqns)}
+    changed = list[Equation]()
+
+    def rule(new: Builder, eqn: Equation, operands: list[Atom]) -> Sequence[Atom] | None:
+        if (scan := scan_of(eqn)) is None or not _runs_passes(eqn):
+            return None
+        loads = dict[int, Slice]()  # number of a const -> what makes it of leaves in host memory
+        for k, x in enumerate(scan.consts):
+            if isinstance(x, Var) and x in loaded:
+                eqns, _ = needed_for(program.eqns[: at[id(eqn)]], [x], lambda eqn: loaded.issuperset(eqn.outvars))
+                loads[k] = slice_of(eqns, [x], program.debug_info, program.shards)
+        if (body := _in_each_iteration(program, scan, loads, like)) is None:
+            return None
+        changed.append(eqn)
+        again, run_body = [*loads.values()], jax_fun(body.closed)
+
+        def run(*given: Any) -> list[Any]:
+            leaves, operands = given[: len(given) - len(eqn.invars)], given[len(given) - len(eqn.invars) :]
+            consts, init, xs = scan.parted(operands)
+            kept = [x for k, x in enumerate(consts) if k not in loads]
+            return [x for part in scan.run(run_body, [*leaves, *kept], init, xs) for x in part]
+
+        given = [*(v for s in again for v in new.read(s.inputs)), *operands]
+        return new.call(traced_for(eqn.replace(invars=given), run), given)
+
+    found = rebuilt(program, rule)
+    eqns, _ = needed_for(found.eqns, variables(found.outputs), kept=lambda eqn: bool(eqn.effects))
+    return dataclasses.replace(found, eqns=eqns) if changed else program
+
+
+def _runs_passes(eqn: Equation) -> bool:
+    """Whether an equation is a loop with a loop inside, and neither updates nor effects."""
+    inside = scan_of(eqn) is not None and not eqn.effects and any(inner.holds(is_loop) for inner in inner_of(eqn))
+    return inside and not holds_update(eqn)
+
+
+def _in_each_iteration(program: Program, scan: Scan, loads: dict[int, Slice], like: Equation) -> Program | None:
+    """Rewrite the body of a loop; ``None`` if its scans neither load nor add up rows.
+
+    Args:
+      program: the step.
+      scan: the loop.
+      loads: number of a const -> what loads it. Those that an iteration would load as a whole are removed.
+      like: an equation of an update of the step.
+    """
+    leaves = [v for s in loads.values() for v in s.inputs]
+    kept = [v for k, v in enumerate(scan.body.jaxpr.invars) if k not in loads]
+    outer = [*leaves, *(x for k, x in enumerate([*scan.consts, *scan.init]) if k not in loads)]
+
+    def run(*operands: Any) -> list[Any]:
+        given, rest = iter(operands[: len(leaves)]), iter(operands[len(leaves) :])
+        made = {k: s.run(*(next(given) for _ in s.inputs))[0] for k, s in loads.items()}
+        consts = [made[k] if k in made else next(rest) for k in range(len(scan.consts))]
+        return jax_fun(scan.body)(*consts, *rest)
+
+    body = canonical(flat(jaxpr_of(run, *(v.aval for v in (*leaves, *kept)))[0]))
+    inputs, m = body.inputs[len(body.consts) :], len(scan.init)
+    shards = {
+        v: program.shards[x] for v, x in zip(inputs, outer, strict=False) if isinstance(x, Var) and x in program.shards
+    }
+    carried = zip(body.outputs, inputs[len(outer) - m : len(outer)], strict=False)
+    next_of = {v: old for v, old in carried if isinstance(v, Var) and v not in inputs}
+    parts = decided(Inlined(dataclasses.replace(body, shards=shards), (), {}, next_of, {}, like))
+    whole = {v for part in parts.parts if isinstance(part.payload, Slice) for v in part.payload.loads}
+    if whole := {v for v, x in zip(leaves, inputs, strict=False) if x in whole}:
+        for k in [k for k, s in loads.items() if not whole.isdisjoint(s.inputs)]:
+            del loads[k]
+        return _in_each_iteration(program, scan, loads, like)
+    return _put_together(parts) if parts.moved else None
 
 
 def _put_gate(new: Builder, this: Gate, barrier: Equation) -> None:
