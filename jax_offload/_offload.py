@@ -81,8 +81,8 @@ def offload(
       inner: any optax transformation, or an ``optax.MultiSteps``.
       fraction: the share of the eligible bytes, over all devices, that lives on the host: a float in [0, 1], or a
         pytree prefix of the parameters with a float for each subtree. Leaves are taken in the order of the backward
-        pass, up to the smallest error. With 0, and without ``shard_over`` and ``storage``, the program is that of
-        ``inner``; the other options are still checked.
+        pass, as close to the share as whole leaves allow. With 0, and without ``shard_over`` and ``storage``, the
+        compiled program is the same as with ``inner`` alone; the other options are still checked.
       select: the parameters whose state may move: a pytree prefix of the parameters with bools; one or several regular
         expressions, searched in a parameter's path ``a/b/c``; or a function of that path and the state leaf. A rule
         that matches no parameter is an error, and so is a choice that selects no leaf.
@@ -113,11 +113,11 @@ def offload(
       update_on: who updates the state in host memory. With ``"device"`` the accelerator does. With ``"host"`` the
         host's cores do: gradients go down, parameters come up, and the state never moves (ZeRO-Offload, Ren et al.
         2021). A float in [0, 1] is the share of bytes that the cores update while the accelerator updates the rest;
-        whole parameters go to one side, first to the cores those whose gradients appear first. A pytree prefix of the
-        parameters says it for each subtree. Rules, ``[("embed", "host"), ("layers_.*/mlp", 0.5)]``, are regular
+        whole parameters go to one side, and the cores take those whose gradients appear first. A pytree prefix of the
+        parameters sets it for each subtree. Rules, ``[("embed", "host"), ("layers_.*/mlp", 0.5)]``, are regular
         expressions searched in a parameter's path: the first match counts, unmatched parameters update on the device,
-        and a rule that matches no parameter is an error. Only a step of ``jax_offload.jit`` can update on the host
-        (docs/host_cores.md).
+        and a rule that matches no parameter is an error. Only a step of ``jax_offload.jit`` or ``pipelined`` can do
+        that (docs/host_cores.md).
       disk: a ``jax_offload.disk``, whose files hold the part of the state that exceeds its ``host_bytes``. Each step of
         ``jax_offload.jit`` reads that part, updates it on the device and writes it, group by group. A placeholder
         stands for such a leaf in the state, and ``numpy.asarray`` reads it; ``disk.commit`` saves the state. It does
@@ -127,8 +127,8 @@ def offload(
       A transformation whose ``update`` leaves each state leaf where the options say, wherever it came from: a resident
       state becomes an offloaded one in its first step. Gradients and parameters may be in pinned host memory too: they
       are streamed with the state, and each update returns to the memory of its gradient; not with ``update_on`` or
-      ``disk``. ``update(..., skip=)`` takes a bool, traced or not; where it is true the updates are
-      zero and the state keeps every bit. A transformation around this one does not see that, and counts on;
+      ``disk``. ``update(..., skip=)`` takes a bool, traced or not; where it is true the updates are zero and the state
+      keeps every bit. A transformation around this one does not see that, and still counts the step;
       ``update_params(..., skip=)`` skips it too. Outside any ``jit`` an update is compiled as ``jax.jit`` would compile
       it: it reads closures at the first call only, and recompiles when an extra argument that is a function, an int or
       a string changes.

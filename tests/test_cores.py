@@ -240,8 +240,8 @@ def test_a_state_is_the_same_whoever_updates_it():
 # ---- which leaves, and what is said ---------------------------------------------------------------------------------
 
 
-def on_cores(update_on, params=None):
-    table = jo.placement(offload(update_on=update_on), params or model())
+def on_cores(update_on):
+    table = jo.placement(offload(update_on=update_on), model())
     return {leaf.param for leaf in table.leaves if leaf.on_cores}
 
 

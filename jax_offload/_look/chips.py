@@ -46,8 +46,8 @@ class Chip:
       bf16: operations per second of large matmuls in bfloat16 or float16.
       f32: operations per second of large matmuls in other dtypes.
       hbm_bandwidth: bytes per second that fusions read and write in device memory.
-      host_link: bytes per second between pinned host memory and the device, one way alone.
-      host_link_both: bytes per second of both ways at once, their sum.
+      host_link: bytes per second between pinned host memory and the device, in one direction alone.
+      host_link_both: bytes per second of both directions at once, in sum.
       interconnect: bytes per second that a ring sends to other accelerators, and as many that it receives.
       dram_bytes: bytes of the host's memory for each of its accelerators.
       dram_bandwidth: bytes per second of the host's memory for each of its accelerators.

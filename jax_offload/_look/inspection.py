@@ -325,7 +325,7 @@ def inspect(
 
     It compiles for the devices of the arguments, or for a chip that is not there, and reads the scheduled program.
     Nothing runs, and nothing is allocated on a device. On a CPU jax leaves out the copies between memories, so there
-    are no transfers to see and the peak says little; pass ``target``. ``unseen`` says what cannot be told.
+    are no transfers to see and the peak says little; pass ``target``. ``unseen`` lists what stays unknown.
 
     Args:
       step: a training step, jitted with its donation, or by ``jax_offload.jit``; or the result of

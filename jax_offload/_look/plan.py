@@ -95,7 +95,7 @@ def plan(
         transformer of equal layers. For ``make``: the optimizer.
       *args: further arguments of ``make``.
       chip: the accelerator, a ``Chip`` or a name that ``jax_offload.chip`` takes; the target's if left out.
-      tokens_per_step: the tokens in a step, over all devices. Without them there is no time.
+      tokens_per_step: the tokens in a step, over all devices. Times need them.
       device_memory: the memory of one device, in bytes or as text such as ``"80GiB"``; the chip's if left out. If the
         whole state does not fit, ``plan`` finds the smallest share that has to move.
       host_memory: the memory of each host, in bytes or as text; the chip's figure if left out.

@@ -30,7 +30,7 @@ class Profile(Timeline):
     Attributes:
       segments: all that ran, each with ``lane``, ``begin``, ``end``, ``name`` and ``nbytes``.
       chip: empty, as nothing is simulated.
-      link: seconds in which the busier way of the link is in use.
+      link: seconds in which the busier direction of the link is in use.
       window: 0, as a profile does not show it.
       steps: the number of measured steps.
       simulated: the simulated timeline; ``None`` if the chip's figures are unknown or the step is several programs.
@@ -83,8 +83,8 @@ def profile(step: Any, *args: Any, steps: int = 3, chip: str | Path | Chip | Non
     in the next run. It runs once before measuring, to compile. Donated arguments are gone afterwards. Profile a step of
     ``jax_offload.pipelined`` with its carry: ``profile(train, carry, batch)``, after a first call.
 
-    On jax 0.10 the profiler crashes in a process that has compiled for a ``target``. It has read the traces of an
-    H100, but of a TPU only traces made by hand.
+    On jax 0.10 the profiler crashes in a process that has compiled for a ``target``. It has been tried on
+    traces of an H100, and on TPU traces that were made by hand.
 
     Args:
       step: a training step, jitted.

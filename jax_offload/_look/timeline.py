@@ -258,7 +258,7 @@ class Timeline:
     Attributes:
       segments: all that ran, each with ``lane``, ``begin``, ``end``, ``name`` and ``nbytes``.
       chip: the chip whose speeds the simulation uses; empty if measured.
-      link: seconds that the copies between host and device would take alone, both ways at once.
+      link: seconds that the copies between host and device would take alone, in both directions at once.
       window: the most bytes from the host that are in device memory at a time, before their last use; 0 if measured.
       steps: the number of steps.
 
@@ -276,7 +276,7 @@ class Timeline:
     steps: int = 1
 
     def spans(self, *lanes: str) -> list[Span]:
-        """Return when any of these lanes is busy, from when to when."""
+        """Return the intervals in which any of these lanes is busy."""
         return merged(s for s in self.segments if s.lane in lanes)
 
     def _seconds(self, *lanes: str) -> float:
@@ -339,7 +339,7 @@ class Timeline:
 
     @property
     def waits(self) -> list[Span]:
-        """When a copy or a collective runs and nothing is computed, from when to when."""
+        """The intervals in which a copy or a collective runs and nothing is computed."""
         return without(self.spans(LOAD, STORE, COLLECTIVES), self.spans(COMPUTE))
 
     def save(self, path: str | Path) -> None:

@@ -60,9 +60,10 @@ def types_of(tree: Any) -> list[Any]:
     return [(np.shape(x), getattr(x, "dtype", type(x))) for x in jax.tree.leaves(tree)]
 
 
-def is_integer(x: Any) -> bool:
-    """Whether ``x`` is an integer, numpy's included, and no bool."""
-    return isinstance(x, (int, np.integer)) and not isinstance(x, bool)
+def check_integer(argument: str, given: Any, least: int, expected: str, fix: str) -> None:
+    """Raise ``ValueError`` unless ``given`` is an integer, numpy's included, of at least ``least`` and no bool."""
+    if not isinstance(given, (int, np.integer)) or isinstance(given, bool) or given < least:
+        raise ValueError(f"{argument}: expected {expected}; got {given!r}. {fix}")
 
 
 def is_traced(x: Any) -> bool:

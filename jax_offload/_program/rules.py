@@ -4,10 +4,14 @@ Each variable either has the chunked axis, at some dimension, or does not. Every
 elementwise arithmetic and reductions over other dimensions do, a sort along the axis does not. A reduction over the
 axis is put together from the chunks' results, if the slice does not use it itself.
 
-There is one registered rule for each primitive that keeps rows apart. It is asked where some operand has rows, and
-answers with the rows of the results and how the equation runs on a chunk, or with ``None``: then its rows depend on
-each other, or may, as under a primitive without a rule; the leaf is loaded whole. No rule is asked about an
-equation that reads a reduction over all rows, or has an effect.
+Each primitive that keeps rows apart has one rule. To add one, write a function under ``@rule("name")``; ``running``,
+for cumulative sums, is a short example. ``rule_of`` calls it for an equation with rows in some operand, and passes the
+equation, the rows of each operand (``None`` for an operand that all chunks share) and the chunked axis. The rule
+returns the rows of each result, and a function that runs the equation on a chunk: ``unchanged``, or ``resized`` if a
+parameter of the equation holds the length. It returns ``None``, or raises ``Dependent`` with a reason, if rows depend
+on each other; then the leaf is loaded whole, as under a primitive without a rule. No rule is asked about an equation
+that reads a reduction over all rows, or that has an effect. If an equation takes about as long as its operands are
+read, its name also belongs in ``CHEAP`` (``_program/primitives.py``).
 """
 
 from __future__ import annotations
@@ -80,9 +84,9 @@ def rows_like(aval: Aval, shape: tuple[int, ...], dim: int) -> Rows | None:
 
 
 Dim = Rows | Partial | None  # None: a variable without the chunked axis
-Run = Callable[..., list[Any]]  # an equation on a chunk: of the numbers of its rows and the operands
-Answer = tuple[Sequence[Dim], Run]
-Rule = Callable[[Equation, Sequence[Rows | None], Where], Answer | None]  # of the operands' dimensions
+Run = Callable[..., list[Any]]  # runs an equation on a chunk; takes the numbers of the chunk's rows, and the operands
+Answer = tuple[Sequence[Dim], Run]  # the rows of the results, and how to run the equation on a chunk
+Rule = Callable[[Equation, Sequence[Rows | None], Where], Answer | None]  # takes the rows of the operands
 
 
 RULES: dict[str, Rule] = {}
@@ -103,8 +107,8 @@ def rule(*names: str) -> Callable[[Rule], Rule]:
 # ---- what rules are made of
 
 
-def as_it_is(eqn: Equation) -> Run:
-    """The equation on a chunk: the same, of smaller operands."""
+def unchanged(eqn: Equation) -> Run:
+    """Return what runs the equation on a chunk: the same equation, with smaller operands."""
 
     def run(chunk: jax.Array, *operands: Any) -> list[Any]:
         return run_equation(eqn, operands, eqn.params)
@@ -113,7 +117,7 @@ def as_it_is(eqn: Equation) -> Run:
 
 
 def resized(eqn: Equation, param: str, to: Rows) -> Run:
-    """The equation on a chunk, where ``param`` says how long the results are: along the rows only as the chunk is."""
+    """Return what runs the equation on a chunk, if ``param`` holds a shape, in which the chunk's rows are counted."""
 
     def run(chunk: jax.Array, *operands: Any) -> list[Any]:
         return run_equation(eqn, operands, {**eqn.params, param: _as_long(eqn.params[param], to, chunk)})
@@ -122,8 +126,8 @@ def resized(eqn: Equation, param: str, to: Rows) -> Run:
 
 
 def without_rows(eqn: Equation) -> Answer:
-    """The same for every chunk."""
-    return [None] * len(eqn.outvars), as_it_is(eqn)
+    """Answer that the results have no rows: they are the same for every chunk."""
+    return [None] * len(eqn.outvars), unchanged(eqn)
 
 
 def adds_up(aval: Aval) -> bool:
@@ -187,7 +191,7 @@ def broadcast(eqn: Equation, dims: Sequence[Rows | None], where: Where) -> Answe
 
 @rule("optimization_barrier", "psum", "psum_invariant", "pvary", "pmax", "pmin")
 def waiting(eqn: Equation, dims: Sequence[Rows | None], where: Where) -> Answer:
-    return dims, as_it_is(eqn)
+    return dims, unchanged(eqn)
 
 
 @rule(*(ELEMENTWISE - {"optimization_barrier"}))
@@ -200,7 +204,7 @@ def elementwise(eqn: Equation, dims: Sequence[Rows | None], where: Where) -> Ans
         raise Dependent(f"{name} of rows and a whole")
     if any(v.aval.shape[rows.dim : rows.dim + 1] != (where.size * rows.per_row,) for v in eqn.outvars):
         raise Dependent(f"{name} merges rows")  # a cast to wider numbers
-    return [rows] * len(eqn.outvars), as_it_is(eqn)
+    return [rows] * len(eqn.outvars), unchanged(eqn)
 
 
 _COMBINE = {
@@ -213,14 +217,14 @@ _COMBINE = {
 def reduced(eqn: Equation, dims: Sequence[Rows | None], where: Where) -> Answer | None:
     rows, axes, combine = _of_first(eqn, dims), eqn.params["axes"], _COMBINE.get(eqn.primitive.name)
     if rows.dim not in axes:
-        return [_without(rows, axes)], as_it_is(eqn)
-    return ([Partial(combine)], as_it_is(eqn)) if combine and adds_up(eqn.invars[0].aval) else None
+        return [_without(rows, axes)], unchanged(eqn)
+    return ([Partial(combine)], unchanged(eqn)) if combine and adds_up(eqn.invars[0].aval) else None
 
 
 @rule("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp")
 def running(eqn: Equation, dims: Sequence[Rows | None], where: Where) -> Answer | None:
     rows = _of_first(eqn, dims)
-    return ([rows], as_it_is(eqn)) if rows.dim != eqn.params["axis"] else None
+    return ([rows], unchanged(eqn)) if rows.dim != eqn.params["axis"] else None
 
 
 @rule("dot_general")
@@ -231,10 +235,10 @@ def multiplied(eqn: Equation, dims: Sequence[Rows | None], where: Where) -> Answ
     if lhs is not None and rhs is not None:
         of_batch, pair = list(zip(*batch, strict=True)), (lhs.dim, rhs.dim)
         if lhs.per_row == rhs.per_row and pair in of_batch:
-            return [Rows(of_batch.index(pair), lhs.per_row)], as_it_is(eqn)
+            return [Rows(of_batch.index(pair), lhs.per_row)], unchanged(eqn)
         contracted = lhs.per_row == rhs.per_row and pair in zip(*contracting, strict=True)
         if contracted and adds_up(eqn.outvars[0].aval):
-            return [Partial(lax.add)], as_it_is(eqn)
+            return [Partial(lax.add)], unchanged(eqn)
         raise Dependent("dot_general of rows with rows")
     side, rows = (0, lhs) if lhs is not None else (1, rhs)
     assert rows is not None  # with rows on neither side it is not asked
@@ -244,7 +248,7 @@ def multiplied(eqn: Equation, dims: Sequence[Rows | None], where: Where) -> Answ
     sizes = [v.aval.ndim for v in eqn.invars]
     free = [d for d in range(sizes[side]) if d not in bound]
     before = len(batch[0]) if side == 0 else sizes[0] - len(contracting[0])
-    return [Rows(before + free.index(rows.dim), rows.per_row)], as_it_is(eqn)
+    return [Rows(before + free.index(rows.dim), rows.per_row)], unchanged(eqn)
 
 
 # ---- what only changes shapes
@@ -253,13 +257,13 @@ def multiplied(eqn: Equation, dims: Sequence[Rows | None], where: Where) -> Answ
 @rule("pad")
 def padded(eqn: Equation, dims: Sequence[Rows | None], where: Where) -> Answer | None:
     rows = _of_first(eqn, dims)
-    return ([rows], as_it_is(eqn)) if eqn.params["padding_config"][rows.dim] == (0, 0, 0) else None
+    return ([rows], unchanged(eqn)) if eqn.params["padding_config"][rows.dim] == (0, 0, 0) else None
 
 
 @rule("squeeze")
 def squeezed(eqn: Equation, dims: Sequence[Rows | None], where: Where) -> Answer | None:
     rows, removed = _of_first(eqn, dims), eqn.params["dimensions"]
-    return ([_without(rows, removed)], as_it_is(eqn)) if rows.dim not in removed else None
+    return ([_without(rows, removed)], unchanged(eqn)) if rows.dim not in removed else None
 
 
 @rule("slice")
@@ -274,7 +278,7 @@ def sliced(eqn: Equation, dims: Sequence[Rows | None], where: Where) -> Answer |
 @rule("transpose")
 def transposed(eqn: Equation, dims: Sequence[Rows | None], where: Where) -> Answer:
     rows = _of_first(eqn, dims)
-    return [Rows(eqn.params["permutation"].index(rows.dim), rows.per_row)], as_it_is(eqn)
+    return [Rows(eqn.params["permutation"].index(rows.dim), rows.per_row)], unchanged(eqn)
 
 
 @rule("reshape")
@@ -350,7 +354,7 @@ def rule_of(eqn: Equation, all_dims: Sequence[Dim], where: Where) -> Answer:
         raise Dependent(f"{name} has an effect")
     answer = known(eqn, dims, where) if known else None
     if answer is None:
-        raise Dependent(name)
+        raise Dependent(name if known else f"{name}, which has no rule")
     if any(_divides(v.aval, d, where.shards) for v, d in zip(eqn.outvars, answer[0], strict=True)):
         raise Dependent(f"{name} divides its rows between devices")
     return answer

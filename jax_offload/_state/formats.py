@@ -24,7 +24,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from jax_offload._program.arrays import is_integer, nbytes
+from jax_offload._program.arrays import check_integer, nbytes
 from jax_offload._program.shardings import constrained, padded, shards_of, typed_sharding
 
 SCALED = ("float16", "float8_e4m3fn", "float8_e5m2")
@@ -51,14 +51,14 @@ class Storage:
         - ``"bfloat16"``: the range of float32, 8 bits of precision. 2 bytes per element.
         - ``"float16"``: 11 bits of precision. A power of two scales each block, because second moments do not fit the
           range (FP8-LM, Peng et al. 2023, arXiv:2310.18313). 2 bytes and the scale.
-        - ``"float8_e4m3fn"``, ``"float8_e5m2"``: the same with 4 and 3 bits (FP8-LM; Micikevicius et al. 2022,
-          arXiv:2209.05433). For the first moment. 1 byte and the scale.
+        - ``"float8_e4m3fn"``, ``"float8_e5m2"``: the same, with 4 and 3 bits of precision (FP8-LM; Micikevicius et al.
+          2022, arXiv:2209.05433). For the first moment. 1 byte and the scale.
         - ``"int8"``: the dynamic map of Dettmers et al. 2022 (8-bit optimizers, arXiv:2110.02861), with blocks scaled
-          by their largest magnitude. It has seven ranges by factors of 8 instead of the paper's by factors of 10, so
-          that every point is exact in binary, and both ends of each, so that a block's largest number is exact too. For
-          the first moment. 1 byte and the scale.
-        - ``"uint8"``: the unsigned map, of the square root, for second moments. A block with a negative number takes
-          the map of ``"int8"``; the sign of its scale says so. 1 byte and the scale.
+          by their largest magnitude. Its seven ranges differ by factors of 8 instead of the paper's 10, so that every
+          point is exact in binary. Both ends of each range are points, so that a block's largest number is exact too.
+          For the first moment. 1 byte and the scale.
+        - ``"uint8"``: an unsigned map of the square root, for second moments. A block that holds a negative number uses
+          the map of ``"int8"``, and has a negative scale. 1 byte and the scale.
       block: the number of elements along the last axis that share a float32 scale. ``"float32"`` and ``"bfloat16"``
         have no scale.
 
@@ -86,8 +86,7 @@ class Storage:
             hint = _meant(self.dtype, name)
             raise ValueError(f"storage: expected one of {', '.join(NAMES)}; got {self.dtype!r}.{hint}")
         object.__setattr__(self, "dtype", name)
-        if not is_integer(self.block) or self.block <= 0:
-            raise ValueError(f"storage: block must be a number of elements > 0, an int; got {self.block!r}.")
+        check_integer("storage: block", self.block, 1, "a number of elements > 0, an int", f"{BLOCK} is usual.")
 
 
 def _meant(given: Any, dtype: str) -> str:

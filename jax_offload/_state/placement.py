@@ -18,7 +18,7 @@ from jax.tree_util import keystr
 
 from jax_offload._disk.disk import Disk
 from jax_offload._disk.placeholder import Place
-from jax_offload._program.arrays import is_array, is_integer, is_like, nbytes, types_of
+from jax_offload._program.arrays import check_integer, is_array, is_like, nbytes, types_of
 from jax_offload._program.own_primitives import mark
 from jax_offload._program.paths import leaves_with_paths, matches, names_of, owners
 from jax_offload._schedule.options import Order, backward_ranks
@@ -106,7 +106,7 @@ def place(policy: Policy, state: Any, params: Any) -> list[Leaf]:
             f"with a parameter's path and a leaf; the paths are {', '.join(names[:8])}. Fix: select some "
             "of these, or write fraction=0 instead, which moves nothing."
         )
-    hosts = _first_leaves(leaves, fractions, range(len(leaves)))
+    hosts = _first_leaves(leaves, fractions, whole=False)
     leaves = [
         leaf if said is None else dataclasses.replace(
             leaf, host=k in hosts, why="eligible" if k in hosts else f"beyond fraction={said[1]:g}")
@@ -114,7 +114,7 @@ def place(policy: Policy, state: Any, params: Any) -> list[Leaf]:
     ]  # fmt: skip
     if policy.disk is not None:
         leaves = _with_disk(leaves, policy.disk.host_bytes)
-    cores = _first_leaves(leaves, [share(leaf.owner) if leaf.host else None for leaf in leaves], _whose(leaves))
+    cores = _first_leaves(leaves, [share(leaf.owner) if leaf.host else None for leaf in leaves], whole=True)
     return [dataclasses.replace(leaf, on_cores=True) if k in cores else leaf for k, leaf in enumerate(leaves)]
 
 
@@ -170,24 +170,23 @@ def stays(x: Any, min_bytes: int) -> str:
     return f"< min_bytes={min_bytes}" if nbytes(x) < min_bytes else ""
 
 
-def _first_leaves(leaves: Sequence[Leaf], said: Sequence[Governing], whose: Sequence[Hashable]) -> set[int]:
+def _first_leaves(leaves: Sequence[Leaf], said: Sequence[Governing], *, whole: bool) -> set[int]:
     """Choose the leaves that make up a share of the bytes, in the order in which their gradients appear.
 
     The last gradients of the backward pass have the least work left to hide behind, so the share leaves out their
-    state. Each subtree has its own share. Leaves that belong together stay together, and the error in bytes is the
-    smallest possible.
+    state. Each subtree has its own share, and the error in bytes is the smallest possible.
 
     Args:
       leaves: the leaves of a state.
       said: for each leaf, the subtree that governs it and the subtree's share; ``None`` for an ungoverned leaf.
-      whose: a key for each leaf; leaves with equal keys stay together.
+      whole: whether the leaves of a parameter stay together.
 
     Returns:
       The numbers of the chosen leaves.
     """
     found = set[int]()
     for each in dict.fromkeys(governing for governing in said if governing is not None):
-        groups = _together([k for k, governing in enumerate(said) if governing == each], leaves, whose)
+        groups = _in_order(leaves, [k for k, governing in enumerate(said) if governing == each], whole=whole)
         sums = np.cumsum([0] + [sum(leaves[k].nbytes for k in group) for group in groups])
         count = int(np.argmin(np.abs(sums - float(each[1]) * sums[-1])))
         found |= {k for group in groups[:count] for k in group}
@@ -201,7 +200,7 @@ def _with_disk(leaves: list[Leaf], host_bytes: int) -> list[Leaf]:
     the gradients are computed.
     """
     left, disk = host_bytes, set[int]()
-    for group in reversed(_together([k for k, leaf in enumerate(leaves) if leaf.host], leaves, _whose(leaves))):
+    for group in reversed(_in_order(leaves, [k for k, leaf in enumerate(leaves) if leaf.host], whole=True)):
         size = sum(leaves[i].nbytes for i in group)
         left, fits = (left - size, True) if size <= left else (left, False)
         disk |= set() if fits else {*group}
@@ -209,15 +208,12 @@ def _with_disk(leaves: list[Leaf], host_bytes: int) -> list[Leaf]:
     return [dataclasses.replace(x, disk=True, why=why) if i in disk else x for i, x in enumerate(leaves)]
 
 
-def _whose(leaves: Sequence[Leaf]) -> list[Hashable]:
-    return [leaf.path if leaf.owner is None else leaf.owner for leaf in leaves]
-
-
-def _together(chosen: Sequence[int], leaves: Sequence[Leaf], whose: Sequence[Hashable]) -> list[list[int]]:
-    """Group the chosen leaves by ``whose``, in the order of the backward pass."""
+def _in_order(leaves: Sequence[Leaf], chosen: Sequence[int], *, whole: bool) -> list[list[int]]:
+    """Group the chosen leaves, those of a parameter together if ``whole``, in the order of the backward pass."""
     found: dict[Hashable, list[int]] = {}
     for k in sorted(chosen, key=lambda k: leaves[k].rank):
-        found.setdefault(whose[k], []).append(k)
+        owner = leaves[k].owner if whole else None
+        found.setdefault(("leaf", k) if owner is None else owner, []).append(k)
     return list(found.values())
 
 
@@ -278,14 +274,9 @@ class Policy:
     disk: Any
 
     def __post_init__(self) -> None:
-        if not is_integer(self.min_bytes) or self.min_bytes < 0:
-            raise ValueError(
-                f"min_bytes: expected a number of bytes >= 0, an int; got {self.min_bytes!r}. 2**16 are 64 KiB."
-            )
-        if self.window is not None and (not is_integer(self.window) or self.window <= 0):
-            raise ValueError(
-                f"window: expected a number of bytes > 0, an int, or None; got {self.window!r}. 2**28 are 256 MiB."
-            )
+        check_integer("min_bytes", self.min_bytes, 0, "a number of bytes >= 0, an int", "2**16 are 64 KiB.")
+        if self.window is not None:
+            check_integer("window", self.window, 1, "a number of bytes > 0, an int, or None", "2**28 are 256 MiB.")
         if self.order is not None and (isinstance(self.order, str) or not _are_strings(self.order)):
             raise ValueError(
                 "order: expected regular expressions, in the order in which the gradients that they match appear "

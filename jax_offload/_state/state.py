@@ -49,8 +49,8 @@ def abstract_state(tx: optax.GradientTransformation, params: Any) -> Any:
     Args:
       tx: a transformation with an ``offload`` anywhere inside it.
       params: the parameters, concrete or abstract. A state leaf of its parameter's shape takes the parameter's
-        sharding, divided further if ``shard_over`` says so; a factored leaf takes the sharding of the axes that it
-        still has; other leaves are replicated over the same devices. Abstract parameters without a sharding count as
+        sharding, divided further if ``shard_over`` says so; a factored leaf takes the sharding of the axes that
+        remain; other leaves are replicated over the same devices. Abstract parameters without a sharding count as
         unplaced: on the mesh that is set, or on the default device.
 
     Returns:

@@ -406,8 +406,8 @@ def compiler_options(platform: str, *, in_scan: bool = False) -> dict[str, Any]:
 
     Args:
       platform: ``"cuda"`` (or ``"gpu"``), ``"tpu"`` or ``"cpu"``. No option was found to help on the last two.
-      in_scan: whether state moves in the scan of a model with stacked layers. ``jo.jit`` and ``jo.pipelined`` find
-        that out. It raises the peak of a model with unrolled layers.
+      in_scan: whether state moves in the scan of a model with stacked layers. ``jo.jit`` and ``jo.pipelined`` set
+        it themselves. It raises the peak of a model with unrolled layers.
 
     Returns:
       A dict, without options that the running jaxlib does not know.

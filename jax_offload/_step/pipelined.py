@@ -32,7 +32,7 @@ def pipelined(
     static_argnums: int | Sequence[int] = (),
     gradients: Literal["device", "host"] = "device",
 ) -> Pipelined:
-    """Turn a training step around: run each batch's update in the next batch's forward pass, which hides transfers.
+    """Run each batch's update in the next batch's forward pass, which hides the transfers of the optimizer state.
 
     Use it for optimizers that need all gradients before they can update any parameter, such as clipping by the global
     norm. Otherwise ``jax_offload.jit`` hides transfers in the backward pass. The step is an ordinary one, unchanged::
@@ -52,7 +52,7 @@ def pipelined(
         carried argument, with the same tree, shapes and dtypes, in any order and in a tuple with whatever else it
         returns. If several arguments look alike, such as parameters and a target network, the update tells which result
         is which. If that leaves a doubt, an error says so; a step that returns a dict with the names of the carried
-        arguments as keys leaves none.
+        arguments as keys avoids it.
       donate_argnames: the names of the arguments that are carried from call to call, as for ``jax.jit``. They are
         donated. The first call takes them as a tuple in the order of the step's parameters, and ``finish`` returns such
         a tuple; a single argument stands by itself.
@@ -115,7 +115,7 @@ def _chosen(
 
 
 class Pipelined:
-    """A step that ``jax_offload.pipelined`` has turned around.
+    """A step that runs each update in the next batch's forward pass, as ``jax_offload.pipelined`` returns it.
 
     Args:
       step: the original step.
@@ -163,7 +163,7 @@ class Pipelined:
 
         Raises:
           TypeError: ``carry`` is neither, or another argument is neither an array nor static.
-          ValueError: ``carry`` was used already, or belongs to another step; or the step cannot be turned around, as
+          ValueError: ``carry`` was used already, or belongs to another step; or the step cannot be pipelined, as
             ``pipelined`` says.
         """
         return self._run(carry, *self._parted(self._rest.bind(*args, **kwargs).arguments))
