@@ -6,6 +6,7 @@
 | how a ``scan`` says which of its operands are what | ``jaxprs.scan_of`` | 0.10 and 0.11, 0.12 |
 | ``dce_jaxpr`` | ``jaxprs.without_dead_code`` | 0.10 to 0.12 |
 | ``discharge_state`` | ``without_references`` | 0.10 to 0.12 |
+| whether the innermost trace is the one that computes | ``traces`` | 0.10 to 0.12 |
 | the tables of a primitive's rules; symbols for zero | ``set_rules``, ``nonzero``, ``zero_tangent`` | 0.10 to 0.12 |
 | how arguments of a program are typed and made ready, by class | ``trace_as``, ``trace_as_on_host`` | 0.10 to 0.12 |
 | ``lower_fun`` | ``lowered`` | 0.10 to 0.12 |
@@ -69,6 +70,11 @@ _check_types()
 def dce_jaxpr(jaxpr: Any, used: Sequence[bool], *, keep_inputs: bool) -> tuple[Any, list[bool]]:
     """Remove the equations that the used results do not need; return the jaxpr, and which of its inputs are left."""
     return _part_of(pe, "dce_jaxpr")(jaxpr, list(used), instantiate=keep_inputs)
+
+
+def traces() -> bool:
+    """Whether a program is being traced, or a function transformed: what is called becomes a part of it."""
+    return not _part_of(private_core, "trace_state_clean")()
 
 
 def without_references(jaxpr: Any) -> Any:
@@ -197,9 +203,18 @@ def equation_of(x: Any) -> Any:
 
     ``None`` for an argument, and for values that are not traced into a jaxpr: an array, the tangent of a derivative.
     """
-    _check_tracers()
-    eqn = _part_of(x, "parent") if isinstance(x, _part_of(pe, "DynamicJaxprTracer")) else None
+    eqn = _parent_of(x)
     return None if eqn is None else _as_equation(eqn)
+
+
+def is_result(x: Any) -> bool:
+    """Whether ``equation_of`` finds an equation; the equation, which may have thousands of operands, is not built."""
+    return _parent_of(x) is not None
+
+
+def _parent_of(x: Any) -> Any:
+    _check_tracers()
+    return _part_of(x, "parent") if isinstance(x, _part_of(pe, "DynamicJaxprTracer")) else None
 
 
 def _as_equation(eqn: Any) -> Any:

@@ -121,7 +121,8 @@ def decided(found: Inlined, apart: bool = False) -> Parts:
     scans = [at for at, eqn in enumerate(step.program.eqns) if (scan := scan_of(eqn)) is not None and scan.length]
     stay_behind, stay_ahead, summing = dict[int, list[str]](), list[str](), list[int]()
     for at in reversed(scans):
-        hoist = Hoist(step.program, at, step.next_of, step.waiting, claimed=moved)
+        read = {v for plan in plans.values() for v in plan.operands}
+        hoist = Hoist(step.program, at, step.next_of, step.waiting, claimed=moved, updates=step.own, read=read)
         plan, stay_behind[at] = hoist.behind()
         if plan is not None:
             plans[at] = plan

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import warnings
-from collections.abc import Callable, Iterable, Sequence, Set
+from collections.abc import Iterable, Sequence, Set
 from typing import Any
 
 import jax
@@ -15,7 +15,7 @@ from jax_offload._emit.find import holds_update, is_update
 from jax_offload._emit.hoisted import scanned
 from jax_offload._emit.region import Update, moved
 from jax_offload._emit.rows import or_batched
-from jax_offload._emit.run import functions
+from jax_offload._emit.run import SliceRunner
 from jax_offload._program.barriers import gate_equation
 from jax_offload._program.jaxprs import (
     Atom,
@@ -117,6 +117,8 @@ def _put_together(found: Parts) -> Program:
     """
     program, like, barrier, new = found.step.program, found.step.like, gate_equation(), Builder()
     check_order(found.parts, program.inputs, variables(program.outputs))
+    slices = [part.payload for part in found.parts if isinstance(part.payload, Planned)]
+    run = SliceRunner(slices, found.step.names)
     for part in found.parts:
         this = part.payload
         if isinstance(this, Gate):
@@ -130,7 +132,8 @@ def _put_together(found: Parts) -> Program:
                 new.put(equation_of(dataclasses.replace(this, stays=found.stays), like))
                 results = new.eqns[-1].outvars
             else:
-                results = moved(new, _run(found, part), part.reads, this, like)
+                traced = _in_scan(found, part) if isinstance(this, InScan) else run.equations(this)
+                results = moved(new, traced, part.reads, this, like)
             for v, x in zip(part.makes, results, strict=True):
                 if not same_memory(v, x):
                     raise CannotRewrite(f"a part makes {x.aval} in place of {v.aval}")
@@ -230,27 +233,19 @@ def _put_gate(new: Builder, this: Gate, barrier: Equation) -> None:
             new.names.update(zip(names, results, strict=True))
 
 
-def _run(found: Parts, part: Node) -> Callable[[Sequence[Any]], list[Any]]:
-    """Return the function that a part is."""
-    this: InScan | Planned = part.payload
+def _in_scan(found: Parts, part: Node) -> ClosedJaxpr:
+    """Trace a scan with updates inside."""
+    this: InScan = part.payload
 
     def run(*operands: Any) -> list[Any]:
-        env = dict(zip(part.reads, operands, strict=True))
-        if isinstance(this, InScan):
-            env = scanned(this, env, found.step.names)
-        else:
-            functions([this], found.step.names)(this, env)
+        env = scanned(this, dict(zip(part.reads, operands, strict=True)), found.step.names)
         return [env[v] for v in part.makes]
-
-    if not isinstance(this, InScan):
-        return lambda operands: run(*operands)
-    as_written = this.as_written
 
     def one_by_one(*operands: Any) -> list[Any]:
         env = dict(zip(part.reads, operands, strict=True))
-        return as_written.run(*(env[v] for v in as_written.inputs))
+        return this.as_written.run(*(env[v] for v in this.as_written.inputs))
 
-    return lambda operands: or_batched(run, one_by_one)(*operands)
+    return jaxpr_of(or_batched(run, one_by_one), *(v.aval for v in part.reads))[0]
 
 
 def _cut_at(program: Program) -> str:

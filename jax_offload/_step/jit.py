@@ -24,7 +24,8 @@ from jax_offload._host.driver import Driven, places_of
 from jax_offload._program.donation import guarded
 from jax_offload._program.jaxprs import ClosedJaxpr, jax_fun
 from jax_offload._program.jaxprs import jit as jit_of_jax
-from jax_offload._program.memory import is_host_aval, mesh_is_set, on_host, under_jit
+from jax_offload._program.memory import is_host_aval, mesh_is_set, on_host
+from jax_offload._program.private import traces
 from jax_offload._rewrite.loaded import traced_step
 from jax_offload._rewrite.rewritten import is_driven, rewritten
 
@@ -112,9 +113,6 @@ class Undone:
             return None
         return next((x for x in jax.tree.leaves(result, is_leaf=lambda x: isinstance(x, Undone))), None)
 
-    def is_traced(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-        return any(isinstance(x, Tracer) for x in jax.tree.leaves(_without(self.static, args, kwargs)))
-
     def run(
         self,
         jitted: Any,
@@ -192,9 +190,10 @@ class Step:
     """
 
     def __init__(self, fun: Callable[..., Any], *, driven: bool = False, as_written: bool = False) -> None:
+        named = jit_of_jax(fun)  # jax has a name for every callable
         for name in functools.WRAPPER_ASSIGNMENTS:
-            if hasattr(fun, name):
-                setattr(self, name, getattr(fun, name))
+            if hasattr(named, name):
+                setattr(self, name, getattr(named, name))
         self._fun, self._driven, self._as_written = weakref.ref(fun), driven, as_written
         self.in_scan: bool | None = None  # whether the first trace has moved all its updates into scans
 
@@ -207,7 +206,7 @@ class Step:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         fun = self.__wrapped__
-        if jax.config.jax_disable_jit:  # pyright: ignore[reportAttributeAccessIssue]
+        if not traces():  # jit is disabled, or jax looks for the operation that made a NaN
             return fun(*args, **kwargs)
         numbers = [i for i, x in enumerate(args) if _is_static(x)]
         named = {name: x for name, x in kwargs.items() if _is_static(x)}
@@ -258,8 +257,7 @@ class Jitted:
     """
 
     def __init__(self, fun: Callable[..., Any], options: dict[str, Any]) -> None:
-        jit_of_jax(fun, **options)  # it raises for options that it does not take
-        functools.update_wrapper(self, fun)
+        functools.update_wrapper(self, jit_of_jax(fun, **options))  # it raises for options that it does not take
         self.whole_step, self._called = _steps_of(fun)
         self.__wrapped__ = self.whole_step.__wrapped__  # which the steps do not keep alive
         self._options = options
@@ -297,7 +295,7 @@ class Jitted:
         return self._compiling(compiler_options(platform, in_scan=bool(self._called.in_scan)))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if under_jit():
+        if traces():
             return self._inner(*args, **kwargs)
         jitted = self._outermost(args, kwargs)
         if not (self._was_called or jax.config.jax_disable_jit):  # pyright: ignore[reportAttributeAccessIssue]
@@ -309,8 +307,6 @@ class Jitted:
         undone = Undone.found_in(result)
         if undone is None:
             return jitted(*args, **kwargs) if keeps else result
-        if undone.is_traced(args, kwargs):  # under vmap, or a derivative
-            return self._inner(*args, **kwargs)
         compiling = self._compiling(compiler_options("cuda")), self._compiling(options_for_sending("cuda"))
         return undone.run(jitted, self._options, compiling, args, kwargs)
 
