@@ -138,10 +138,11 @@ def to_host(tx: Any, state: Any = None, params: Any = None, *, select: Any = Non
       'pinned_host'
     """
     if state is None and params is None and not issubclass(type(tx), (optax.GradientTransformation, optax.MultiSteps)):
-        policy = Policy(fraction, select, memory.DEFAULT_MIN_BYTES, None, None, None, "device", None)
+        said: dict[str, Any] = {"fraction": fraction, "select": select, "min_bytes": memory.DEFAULT_MIN_BYTES}
+        policy = Policy(**said, window=None, order=None, **_OF_A_STATE)
         leaves, treedef = jax.tree.flatten(tx)
-        moved = [_in_host_memory(x) if leaf.host else x for x, leaf in zip(leaves, place(policy, tx, tx), strict=True)]
-        return guarded(jax.tree.unflatten(treedef, moved), tx)
+        pairs = zip(leaves, place(policy, tx, tx), strict=True)
+        return guarded(jax.tree.unflatten(treedef, [_in_host_memory(x) if leaf.host else x for x, leaf in pairs]), tx)
     if select is not None or fraction != 1.0:
         raise TypeError(
             f"select, fraction: they say which parameters move, jo.to_host(params, select=...); got select={select!r} "
@@ -170,6 +171,9 @@ _GIVE_PARAMS = (
     "If params were left out, they are taken to be like the largest part of the state that has their tree. Factored "
     "moments, masters, and moments of another dtype are not like them: pass params."
 )
+
+
+_OF_A_STATE: dict[str, Any] = {"shard_over": None, "update_on": "device", "disk": None}  # what only a state has, by default
 
 
 def _in_host_memory(x: Any) -> Any:

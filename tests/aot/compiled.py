@@ -292,7 +292,6 @@ ROWS = [
     Row("12x4096^2 scanned", 512, OFFLOAD, f"jo.jit{AWAY}", H200, "fsdp"),
     *(Row(PAIRS, MANY, CLIP, f"{way}{AWAY}") for way in ("pipelined", "pipelined, gradients on the host")),
     *(Row(LAYERS, tokens, OFFLOAD, f"jo.jit{AWAY}") for tokens in (512, MANY)),
-    Row("GPT unrolled, bfloat16", MANY, OFFLOAD, f"jo.jit{AWAY}"),
     *(Row(AROUND, MANY, OFFLOAD, f"jo.jit{away}") for away in ("", AWAY)),
     *(Row(MICROBATCHES, MANY, OFFLOAD, f"jo.jit{away}") for away in ("", AWAY)),
     *KINDS,
