@@ -5,6 +5,7 @@
 | where an equation has the jaxprs that it runs | ``jaxprs.inner_of`` | 0.10 to 0.12 |
 | how a ``scan`` says which of its operands are what | ``jaxprs.scan_of`` | 0.10 and 0.11, 0.12 |
 | ``dce_jaxpr`` | ``jaxprs.without_dead_code`` | 0.10 to 0.12 |
+| ``trace_state_clean`` | ``is_transformed`` | 0.10 to 0.12 |
 | ``discharge_state`` | ``without_references`` | 0.10 to 0.12 |
 | the tables of a primitive's rules; symbols for zero | ``set_rules``, ``nonzero``, ``zero_tangent`` | 0.10 to 0.12 |
 | how arguments of a program are typed and made ready, by class | ``trace_as``, ``trace_as_on_host`` | 0.10 to 0.12 |
@@ -114,6 +115,11 @@ def trace_as_on_host(kind: type[jax.ShapeDtypeStruct]) -> None:
     rules = _part_of(private_core, "pytype_aval_mappings")
     plain = rules[jax.ShapeDtypeStruct]
     rules[kind] = lambda x: plain(x).update(memory_space=jax.memory.Space.Host)
+
+
+def is_transformed() -> bool:
+    """Whether a ``jit``, ``vmap`` or derivative is being traced."""
+    return not _part_of(private_core, "trace_state_clean")()
 
 
 def nonzero(tangent: Any) -> bool:
