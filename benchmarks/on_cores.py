@@ -31,7 +31,7 @@ import numpy as np
 import optax
 
 import jax_offload as jo
-from jax_offload._drive import cores
+from jax_offload._host import cores
 
 OPTIMIZERS = {
     "AdamW": optax.adamw(1e-3),

@@ -1,5 +1,5 @@
 """``python -m jax_offload``: the command ``jax-offload``."""
 
-from jax_offload._analysis.cli import main
+from jax_offload._look.cli import main
 
 main()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,7 +9,32 @@ import jax
 import optax
 from jax.core import Tracer
 
-from jax_offload._base.around import (
+from jax_offload._disk.disk import Disk
+from jax_offload._disk.placeholder import opened
+from jax_offload._emit.recipe import (
+    checked_skip,
+    old_where,
+    returned,
+    sharded_params,
+    streamed,
+    where_it_was,
+    zero_where,
+)
+from jax_offload._program.arrays import Offloaded, is_array
+from jax_offload._program.donation import Home, guarded
+from jax_offload._program.memory import DEFAULT_MIN_BYTES, loaded, on_host, stored, under_jit
+from jax_offload._program.shardings import Layouts, inside_shard_map, types_tell
+from jax_offload._rewrite.created import created, places_of, refused
+from jax_offload._schedule.options import Options, Order
+from jax_offload._state.arguments import (
+    arrived,
+    check_eager,
+    check_gradients,
+    check_inner,
+    check_no_state,
+    check_params,
+)
+from jax_offload._state.around import (
     NESTED,
     Remembered,
     around,
@@ -21,23 +45,8 @@ from jax_offload._base.around import (
     within_offload,
     without_sharding,
 )
-from jax_offload._base.arrays import Offloaded, is_array
-from jax_offload._base.donation import Home, guarded
-from jax_offload._base.memory import DEFAULT_MIN_BYTES, loaded, on_host, stored, under_jit
-from jax_offload._base.on_disk import opened
-from jax_offload._base.shardings import Layouts, inside_shard_map, types_tell
-from jax_offload._disk.created import check_disk, created, places_of, refused
-from jax_offload._disk.disk import Disk
-from jax_offload._placement.arguments import (
-    arrived,
-    check_eager,
-    check_gradients,
-    check_inner,
-    check_on_device,
-    check_params,
-    check_places,
-)
-from jax_offload._placement.placement import (
+from jax_offload._state.masters import checked_update
+from jax_offload._state.placement import (
     Policy,
     Select,
     marked,
@@ -45,20 +54,9 @@ from jax_offload._placement.placement import (
     place_next,
     warn_of_nothing,
 )
-from jax_offload._placement.zero import check_not_manual, check_typed, partitions, resharded, resharded_state
-from jax_offload._plan.options import Options, Order
-from jax_offload._precision.masters import checked_update
-from jax_offload._precision.storage import adopted, rules_of, warn_of_unstored, with_storage
-from jax_offload._state.state import abstract_leaves, placed_leaves
-from jax_offload._update.recipe import (
-    checked_skip,
-    old_where,
-    returned,
-    sharded_params,
-    streamed,
-    where_it_was,
-    zero_where,
-)
+from jax_offload._state.state import described_state
+from jax_offload._state.storage import adopted, rules_of, warn_of_unstored, with_storage
+from jax_offload._state.zero import check_not_manual, check_typed, partitions, resharded, resharded_state
 
 
 def offload(
@@ -83,8 +81,8 @@ def offload(
       inner: any optax transformation, or an ``optax.MultiSteps``.
       fraction: the share of the eligible bytes, over all devices, that lives on the host: a float in [0, 1], or a
         pytree prefix of the parameters with a float for each subtree. Leaves are taken in the order of the backward
-        pass, up to the smallest error. With 0, and without ``shard_over`` and ``storage``, the result is ``inner``
-        itself, which then takes ``skip`` too; the other options are still checked.
+        pass, as close to the share as whole leaves allow. With 0, and without ``shard_over`` and ``storage``, the
+        compiled program is the same as with ``inner`` alone; the other options are still checked.
       select: the parameters whose state may move: a pytree prefix of the parameters with bools; one or several regular
         expressions, searched in a parameter's path ``a/b/c``; or a function of that path and the state leaf. A rule
         that matches no parameter is an error, and so is a choice that selects no leaf.
@@ -115,11 +113,11 @@ def offload(
       update_on: who updates the state in host memory. With ``"device"`` the accelerator does. With ``"host"`` the
         host's cores do: gradients go down, parameters come up, and the state never moves (ZeRO-Offload, Ren et al.
         2021). A float in [0, 1] is the share of bytes that the cores update while the accelerator updates the rest;
-        whole parameters go to one side, first to the cores those whose gradients appear first. A pytree prefix of the
-        parameters says it for each subtree. Rules, ``[("embed", "host"), ("layers_.*/mlp", 0.5)]``, are regular
+        whole parameters go to one side, and the cores take those whose gradients appear first. A pytree prefix of the
+        parameters sets it for each subtree. Rules, ``[("embed", "host"), ("layers_.*/mlp", 0.5)]``, are regular
         expressions searched in a parameter's path: the first match counts, unmatched parameters update on the device,
-        and a rule that matches no parameter is an error. Only a step of ``jax_offload.jit`` can update on the host
-        (docs/host_cores.md).
+        and a rule that matches no parameter is an error. Only a step of ``jax_offload.jit`` or ``pipelined`` can do
+        that (docs/host_cores.md).
       disk: a ``jax_offload.disk``, whose files hold the part of the state that exceeds its ``host_bytes``. Each step of
         ``jax_offload.jit`` reads that part, updates it on the device and writes it, group by group. A placeholder
         stands for such a leaf in the state, and ``numpy.asarray`` reads it; ``disk.commit`` saves the state. It does
@@ -128,9 +126,9 @@ def offload(
     Returns:
       A transformation whose ``update`` leaves each state leaf where the options say, wherever it came from: a resident
       state becomes an offloaded one in its first step. Gradients and parameters may be in pinned host memory too: they
-      are streamed with the state, and each update returns to the memory of its gradient; not with ``update_on``,
-      ``disk`` or ``fraction=0``. ``update(..., skip=)`` takes a bool, traced or not; where it is true the updates are
-      zero and the state keeps every bit. A transformation around this one does not see that, and counts on;
+      are streamed with the state, and each update returns to the memory of its gradient; not with ``update_on`` or
+      ``disk``. ``update(..., skip=)`` takes a bool, traced or not; where it is true the updates are zero and the state
+      keeps every bit. A transformation around this one does not see that, and still counts the step;
       ``update_params(..., skip=)`` skips it too. Outside any ``jit`` an update is compiled as ``jax.jit`` would compile
       it: it reads closures at the first call only, and recompiles when an extra argument that is a function, an int or
       a string changes.
@@ -160,13 +158,10 @@ def offload(
         "shard_over": shard_over, "update_on": update_on, "disk": disk,
     }  # fmt: skip
     policy = Policy(**said)
-    check_disk(disk, policy)
     rules = rules_of(storage)
     optimizer = inner = optax.with_extra_args_support(inner)
-    if policy.leaves_nothing and not rules:
-        return _skipping(inner, policy)
     inner = with_storage(inner, rules, min_bytes) if rules else inner
-    update = inner.update if rules else functools.partial(checked_update, inner)  # decoding checks stored states
+    nothing_moves = policy.fraction == 0 and not policy.shard_over and not rules
     remembered = Remembered()
     home = Home()
 
@@ -183,9 +178,9 @@ def offload(
             state = stored(resharded_state(state, plan, params, known), [leaf.host for leaf in plan])
             state = guarded(state, home=home, where="init")
             if around().runs:
-                warn_of_nothing(plan)
+                warn_of_nothing(plan, policy)
                 return refused(state, plan)
-            return marked(state, plan, policy, places_of(disk, plan, jax.tree.leaves(state)))
+            return marked(state, plan, places_of(disk, plan, jax.tree.leaves(state)))
 
         leaves = jax.tree.leaves(params)
         if not leaves or any(isinstance(x, Tracer) or not is_array(x) for x in leaves) or under_jit():
@@ -193,13 +188,12 @@ def offload(
         else:
             # One compiled program, also in eager use: XLA makes a leaf, sends it to the host and makes the next, and a
             # sharded leaf is born sharded.
-            placed, treedef = placed_leaves(Offloaded(create, update_fn), params, remember=True)
-            check_eager(params, placed)
+            rows, target = described_state(Offloaded(create, update_fn), params, remember=True)
+            check_eager(params, rows, jax.tree.leaves(target))
             if disk is None:
-                shardings = jax.tree.unflatten(treedef, [sharding for _, _, sharding in placed])
-                state = jax.jit(create, out_shardings=shardings)(params)
+                state = jax.jit(create, out_shardings=jax.tree.map(lambda x: x.sharding, target))(params)
             else:
-                state = created(disk, create, params, abstract_leaves(placed), treedef)
+                state = created(disk, create, params, target)
             home.reached |= any(map(on_host, jax.tree.leaves(state)))
         if rules and around().remembers:
             warn_of_unstored(rules, state)
@@ -219,11 +213,12 @@ def offload(
         check_not_within_offload()
         state, in_files = opened(state)
         state, params = from_host((state, params))
-        check_places(inner.init, updates, state, params)
+        check_no_state("updates", updates)
+        check_no_state("params", params)
         check_gradients(updates, params)
         like = updates if params is None else params
         if rules:
-            state = adopted(state, rules, like, min_bytes, inner.init)
+            state = adopted(state, like, inner.init)
         from_types = shardings_of(like)
         from_memory = {p: s for p, s in inside_shard_map(remembered.unambiguous(like)).items() if p not in from_types}
         shardings = {**from_memory, **from_types}
@@ -251,7 +246,7 @@ def offload(
             updates, params = resharded(updates, sharded, params), sharded_params(params, options)
             try:
                 with within_offload():
-                    updates, new = update(updates, old, params, **extra_args)
+                    updates, new = checked_update(inner, updates, old, params, **extra_args)
             except Exception as error:
                 check_typed(sharded, error)
                 raise
@@ -262,26 +257,9 @@ def offload(
             return where_it_was(updates, given), stored(old_where(skip, old, new), [leaf.host for leaf in after])
 
         args = updates, state, params, extra_args, skip
+        if nothing_moves:
+            return recipe(*args)
         updates, state = streamed(recipe, args, next_of=(0, 1), options=options)
         return updates, in_files(state)
 
     return Offloaded(init_fn, update_fn).wrapping(offload, optimizer, storage=storage, **said)
-
-
-def _skipping(inner: optax.GradientTransformationExtraArgs, policy: Policy) -> optax.GradientTransformationExtraArgs:
-    """Return ``inner``, which offloads nothing, with ``skip``; rules that match no parameter are errors here too."""
-
-    def init_fn(params: optax.Params) -> optax.OptState:
-        state = inner.init(params)
-        place(policy, state, params)
-        return state
-
-    def update_fn(updates: Any, state: Any, params: Any = None, *, skip: Any = None, **extra_args: Any) -> Any:
-        skip = checked_skip(skip)
-        check_on_device(updates, params, "with fraction=0 nothing is streamed")
-        state = loaded(state)
-        updates, new_state = inner.update(updates, state, params, **extra_args)
-        return zero_where(skip, updates), old_where(skip, state, new_state)
-
-    has_rules = policy.select is not True or policy.order is not None
-    return optax.GradientTransformationExtraArgs(init_fn if has_rules else inner.init, update_fn)

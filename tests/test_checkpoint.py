@@ -271,6 +271,7 @@ def test_without_a_target(saved, monkeypatch, machine):
         assert x.sharding == place.with_memory_kind(HOST if x.ndim else DEVICE)
 
 
+@pytest.mark.oldest("arrays as a checkpoint gives them")
 def test_without_a_target_numbers_and_numpy_arrays_stay_what_they_are(tmp_path):
     tree = {
         "step": 7,
@@ -278,6 +279,7 @@ def test_without_a_target_numbers_and_numpy_arrays_stay_what_they_are(tmp_path):
         "table": np.arange(6).reshape(2, 3),
         "x": jnp.ones((2, 2), jnp.bfloat16),
         "no": None,
+        "scalars": [np.float32(2.1), np.int32(3), np.float16(0.5), np.asarray(0.1, np.float32)],
     }
     with ocp.CheckpointManager(tmp_path) as manager:
         manager.save(1, args=jo.save_args(tree))
@@ -286,6 +288,7 @@ def test_without_a_target_numbers_and_numpy_arrays_stay_what_they_are(tmp_path):
     assert back["step"] == 7 and back["rate"] == 0.5 and back["no"] is None
     assert isinstance(back["table"], np.ndarray) and np.array_equal(back["table"], tree["table"])
     assert back["x"].dtype == jnp.bfloat16 and back["x"].sharding.memory_kind == HOST
+    assert [np.float32(x) for x in back["scalars"]] == [np.float32(x) for x in tree["scalars"]]
 
 
 def test_items_of_a_composite(tmp_path):
@@ -299,7 +302,7 @@ def test_items_of_a_composite(tmp_path):
         state = jo.restore(manager, target, item="opt_state")
         assert_same(state, tree["opt_state"])
         assert_placed(state, target)
-        with pytest.raises(ValueError, match=r"item: no 'state' in .*opt_state"):
+        with pytest.raises(ValueError, match=r"item: .*opt_state.* no 'state'"):
             jo.restore(manager, target, item="state")
 
 
@@ -350,8 +353,11 @@ def test_falling_back(three_steps):
         manager.save(3, args=jo.save_args(back))
         manager.wait_until_finished()
         assert_same(jo.restore(manager, target), back)
-        damage_values(folder / "3")
         (folder / "2" / "default" / "_METADATA").write_text("{")
+        with pytest.warns(UserWarning, match="Using step 1"):  # and not 3, which is later
+            back = jo.restore(manager, target, step=2, fallback=True)
+        jax.tree.map(np.testing.assert_array_equal, back, values[1])
+        damage_values(folder / "3")
         with pytest.warns(UserWarning, match="Using step 2"), pytest.warns(UserWarning, match="Using step 1"):
             back = jo.restore(manager, target, fallback=True)
         jax.tree.map(np.testing.assert_array_equal, back, values[1])
@@ -360,14 +366,6 @@ def test_falling_back(three_steps):
             warnings.simplefilter("ignore")
             with pytest.raises(ValueError, match=r"step 1 .*damaged.*\nNo earlier checkpoint is left"):
                 jo.restore(manager, target, fallback=True)
-
-
-def test_falling_back_takes_no_later_step(three_steps):
-    folder, values, target = three_steps
-    damage_values(folder / "2")
-    with ocp.CheckpointManager(folder) as manager, pytest.warns(UserWarning, match="Using step 1"):
-        back = jo.restore(manager, target, step=2, fallback=True)
-    jax.tree.map(np.testing.assert_array_equal, back, values[1])
 
 
 def test_what_is_wrong_with_the_call_is_no_damage(three_steps):
@@ -473,10 +471,3 @@ def test_a_checkpoint_that_is_being_written_is_not_damaged(manager):
     manager.save(1, args=jo.save_args(after))
     restored = jo.restore(manager, jo.abstract_state(tx, params), fallback=True)
     jax.tree.map(np.testing.assert_array_equal, restored, after)
-
-
-@pytest.mark.oldest("arrays as a checkpoint gives them")
-@pytest.mark.parametrize("number", [np.float32(2.1), np.int32(3), np.float16(0.5), np.asarray(0.1, np.float32), 0.1, 7])
-def test_numbers_are_not_damage(manager, number):
-    manager.save(0, args=jo.save_args({"a": number, "w": jnp.ones(2)}))
-    assert float(jo.restore(manager)["a"]) == pytest.approx(float(number), rel=1e-6)

@@ -1,7 +1,7 @@
 """Steps that are driven from Python: the host's cores update a share of the state, or it is on disk.
 
 Values, placement and donation. The step runs on a CPU device other than the cores' own, as it
-does beside an accelerator. ``test_equivalence.py`` has every optimizer, wrapper and sharding on the cores.
+does beside an accelerator. ``test_equivalence.py`` has every optimizer, wrapper, sharding, branch and kind of layers.
 """
 
 import contextlib
@@ -27,42 +27,31 @@ ADAMW = optax.adamw(1e-2)
 CLIPPED = optax.chain(optax.clip_by_global_norm(0.1), optax.adamw(optax.linear_schedule(1e-2, 0.0, 10)))
 LAYERS, WIDTH = 4, 256  # a layer is large: its gradient takes its turn, and its rows go down by themselves
 X = np.random.default_rng(0).normal(size=(64, WIDTH)).astype(np.float32)
-COMPILES = [0]
-
-
-def _count(event: str, duration_secs: float, **_: str | int) -> None:
-    COMPILES[0] += event.endswith("backend_compile_duration")
-
-
-jax.monitoring.register_event_duration_secs_listener(_count)
 
 
 def placed(tree, where=None):
     return jax.device_put(tree, where or jax.devices()[1])
 
 
-def model(dtype=jnp.float32, where=None):
+def model():
     w = {f"layer_{k}": jax.random.normal(jax.random.key(k), (WIDTH, WIDTH)) / 16 for k in range(LAYERS)}
-    return placed({name: {"w": x.astype(dtype), "b": jnp.full(WIDTH, 0.1, dtype)} for name, x in w.items()}, where)
+    return placed({name: {"w": x, "b": jnp.full(WIDTH, 0.1)} for name, x in w.items()})
 
 
 def plain_layer(x, p):
     return jnp.tanh(x @ p["w"] + p["b"])
 
 
-def loss_of(layer=plain_layer):
-    def loss(params, x):
-        for name in sorted(params):
-            x = layer(x, params[name])
-        return (x.astype(jnp.float32) ** 2).mean()
-
-    return loss
+def loss(params, x):
+    for name in sorted(params):
+        x = plain_layer(x, params[name])
+    return (x**2).mean()
 
 
-def step_of(tx, loss=None, **extra):
+def step_of(tx, loss=loss):
     def step(params, state, x):
-        value, grads = jax.value_and_grad(loss or loss_of())(params, x)
-        params, state = jo.update_params(tx, grads, state, params, **extra)
+        value, grads = jax.value_and_grad(loss)(params, x)
+        params, state = jo.update_params(tx, grads, state, params)
         return params, state, {"loss": value, "size": optax.global_norm(params)}
 
     return step
@@ -75,22 +64,6 @@ def offload(inner=CLIPPED, update_on="host", **options):
 def places(tree):
     """Of all arrays but scalars, which optax leaves uncommitted."""
     return [(x.sharding, x.sharding.memory_kind) for x in jax.tree.leaves(tree) if x.ndim]
-
-
-def check(step, plain, tx, params, *, xs=(X, X), donate=(0, 1), tolerance=1e-6):
-    """Updates one after the other, each compared with the plain one of the same state, and the last results."""
-    step, plain = jo.jit(step, donate_argnums=donate), jax.jit(plain)
-    state = tx.init(params)
-    for x in xs:
-        want = plain(params, jo.to_device(state), x)
-        given = jax.tree.map(lambda leaf: copied(leaf) if leaf.ndim else leaf, (params, state))
-        got = step(*given, x)
-        assert_same(jo.to_device(got), want, "one update", tolerance)
-        assert places(got[:2]) == places((params, state))
-        gone = [leaf.is_deleted() for leaf in jax.tree.leaves(given) if leaf.ndim]
-        assert np.isnan(x).any() or gone == [bool(donate)] * len(gone)  # a branch hands host leaves on
-        params, state = got[:2]
-    return got
 
 
 @pytest.fixture(params=["a group each", "one group"])
@@ -114,62 +87,20 @@ SHARES = [
 @pytest.mark.parametrize("share", SHARES, ids=str)
 @pytest.mark.parametrize(("inner", "donate"), [(CLIPPED, (0, 1)), (ADAMW, (0, 1)), (ADAMW, ())])
 def test_a_driven_step_is_the_step(inner, donate, share):
-    """The pass is in several programs where no norm needs all gradients."""
-    tx = offload(inner, share)
-    got = check(step_of(tx), step_of(inner), tx, model(), donate=donate)
+    """Updates one after the other, each compared with the plain one of the same state."""
+    tx, params = offload(inner, share), model()
+    step, plain, state = jo.jit(step_of(tx), donate_argnums=donate), jax.jit(step_of(inner)), tx.init(params)
+    for _ in range(2):
+        want = plain(params, jo.to_device(state), X)
+        given = jax.tree.map(lambda leaf: copied(leaf) if leaf.ndim else leaf, (params, state))
+        got = step(*given, X)
+        assert_same(jo.to_device(got), want, "one update")
+        assert places(got[:2]) == places((params, state))
+        assert {leaf.is_deleted() for leaf in jax.tree.leaves(given) if leaf.ndim} == {bool(donate)}
+        params, state = got[:2]
     assert {x.sharding for x in jax.tree.leaves(got)} == {
         SingleDeviceSharding(jax.devices()[1], memory_kind=kind) for kind in ("device", "pinned_host")
     }
-
-
-def stacked(reverse=False, unroll=1, cast=None, remat=False):
-    def layer(x, p):
-        return plain_layer(x, p), x.mean()
-
-    def loss(params, x):
-        x = x @ params["embed"].T @ params["embed"]
-        layers = {name: params[name] for name in ("w", "b")}
-        layers = layers if cast is None else jax.tree.map(lambda w: w.astype(cast), layers)
-        one = jax.checkpoint(layer) if remat else layer
-        x, means = jax.lax.scan(one, x.astype(layers["w"].dtype), layers, reverse=reverse, unroll=unroll)
-        return ((x @ params["head"]).astype(jnp.float32) ** 2).mean() + means.astype(jnp.float32).sum()
-
-    return loss
-
-
-STACKED = {
-    "plain": {},
-    "in reverse": {"reverse": True},
-    "unrolled twice": {"unroll": 2},
-    "checkpointed": {"remat": True},
-    "bfloat16 in the pass": {"cast": jnp.bfloat16, "tolerance": 2e-2},
-    "not donated": {"donate": ()},
-    "clipped by a norm that needs all gradients": {"inner": CLIPPED},
-    "no arithmetic on elements alone": {"inner": optax.lamb(1e-2)},
-    "gradients are returned too": {"returned": True},
-    "some stay on the device": {"update_on": {"w": "host", "b": "device", "embed": "host", "head": "device"}},
-}
-
-
-@pytest.mark.parametrize("case", STACKED)
-def test_stacked_layers(case):
-    """Their gradients go to host memory inside the scan that makes them."""
-    of = dict(STACKED[case])
-    own = {k: of.pop(k) for k in ("donate", "tolerance") if k in of}
-    inner, where, returned = of.pop("inner", ADAMW), of.pop("update_on", "host"), of.pop("returned", False)
-    shapes = {"w": (LAYERS, WIDTH, WIDTH), "b": (LAYERS, WIDTH), "embed": (32, WIDTH), "head": (WIDTH, WIDTH)}
-    keys = zip(shapes.items(), jax.random.split(jax.random.key(0), 4), strict=True)
-    params = placed({name: jax.random.normal(key, shape) / 16 for (name, shape), key in keys})
-
-    def step_with(tx):
-        def step(params, state, x):
-            value, grads = jax.value_and_grad(stacked(**of))(params, x)
-            return *jo.update_params(tx, grads, state, params), value, grads if returned else None
-
-        return step
-
-    tx = offload(inner, where, min_bytes=512)
-    check(step_with(tx), step_with(inner), tx, params, **own)
 
 
 def sharded(inner, share, how, mesh):
@@ -237,23 +168,14 @@ def test_an_array_that_is_donated_and_given_again_keeps_its_numbers():
 PART = 2 * WIDTH * WIDTH  # bytes: a quarter of a layer's state
 
 
-@pytest.mark.usefixtures("small_groups")
-@pytest.mark.parametrize(
-    ("part", "group", "order"),
-    [
-        (None, 1, None),
-        (PART // 2, 1, None),  # a layer's pieces follow each other, in the same parameter
-        # order= has the layers against the order of their gradients, and a group has rows of two of them: the next
-        # one, whose gradient is there before, reads what that one has made of its parameter
-        (PART, 3 * PART, [f"layer_{k}" for k in range(LAYERS)]),
-    ],
-)
-def test_values_on_disk(part, group, order, disk, monkeypatch):
-    """Small leaves on the device are updated beside the groups."""
-    if part is not None:
-        set_sizes(monkeypatch.setattr, part=part)
-    set_sizes(monkeypatch.setattr, group=group)
-    tx, params = offload(ADAMW, "device", disk=disk, order=order), model()
+def test_values_on_disk(disk, monkeypatch):
+    """Small leaves on the device are updated beside the groups.
+
+    ``order=`` has the layers against the order of their gradients, and a group has rows of two of them: the next one,
+    whose gradient is there before, reads what that one has made of its parameter.
+    """
+    set_sizes(monkeypatch.setattr, part=PART, group=3 * PART)
+    tx, params = offload(ADAMW, "device", disk=disk, order=[f"layer_{k}" for k in range(LAYERS)]), model()
     step, plain, state = jo.jit(step_of(tx), donate_argnums=(0, 1)), jax.jit(step_of(ADAMW)), tx.init(params)
     for _ in range(4):
         want = plain(params, jo.to_device(state), X)
@@ -287,71 +209,14 @@ def test_the_last_layer_is_updated_while_the_pass_goes_on(disk):
         lambda _, g: (jax.pure_callback(wait, jax.ShapeDtypeStruct(g.shape, g.dtype), g),),
     )
 
-    def loss(params, x):
+    def watched(params, x):
         rest = {name: p for name, p in params.items() if name != "layer_0"}
-        return loss_of()(rest, first(plain_layer(x, params["layer_0"])))
+        return loss(rest, first(plain_layer(x, params["layer_0"])))
 
     tx = offload(optax.GradientTransformation(ADAMW.init, update), "device", disk=disk)
-    step, params = jo.jit(step_of(tx, loss)), model()
+    step, params = jo.jit(step_of(tx, watched)), model()
     jax.block_until_ready(step(params, tx.init(params), X))
     assert log == [True]
-
-
-# ---- skipped steps, and branches -------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("through", ["update", "update_params"])
-def test_a_skipped_step_changes_no_bit(through, groups):
-    def step_with(tx, skipping):
-        def step(params, state, x):
-            grads = jax.grad(loss_of())(params, x)
-            skip = {"skip": ~jnp.isfinite(optax.global_norm(grads))} if skipping else {}
-            if through == "update_params":
-                return jo.update_params(tx, grads, state, params, **skip)
-            updates, state = tx.update(grads, state, params, **skip)
-            return optax.apply_updates(params, updates), state
-
-        return step
-
-    tx = offload()
-    got = check(step_with(tx, True), step_with(CLIPPED, False), tx, model())
-    bits = [np.asarray(x).tobytes() for x in jax.tree.leaves(got)]
-    step, donated = jo.jit(step_with(tx, True)), jo.jit(step_with(tx, True), donate_argnums=(0, 1))
-    for run, given in (step, got), (donated, copied(got)):
-        after = run(*given, X * np.nan)
-        assert [np.asarray(x).tobytes() for x in jax.tree.leaves(after)] == bits
-    assert not any(x.is_deleted() for x in jax.tree.leaves(got))
-    assert_same(jo.to_device(donated(*after, X)), jo.to_device(step(*got, X)), "the next one")
-
-
-@pytest.mark.parametrize("how", ["apply_if_finite", "cond", "switch"])
-def test_an_update_in_a_branch(how, groups):
-    """The branch that is taken runs, here one that changes nothing, as plain optax's does; what it hands on stays."""
-
-    def step_with(tx):
-        def step(params, state, x):
-            grads = jax.grad(loss_of())(params, x)
-            finite = jnp.isfinite(optax.global_norm(grads))
-
-            def updated():
-                return jo.update_params(tx, grads, state, params)
-
-            def kept():
-                return params, state
-
-            if how == "cond":
-                return jax.lax.cond(finite, updated, kept)
-            if how == "switch":
-                return jax.lax.switch(finite.astype(jnp.int32) * 9 - 1, [kept, kept, updated])  # clamped
-            updates, new = tx.update(grads, state, params)
-            return optax.apply_updates(params, updates), new
-
-        return step
-
-    tx, plain = offload(), CLIPPED
-    if how == "apply_if_finite":
-        tx, plain = optax.apply_if_finite(tx, 2), optax.apply_if_finite(plain, 2)
-    check(step_with(tx), step_with(plain), tx, model(), xs=(X, X * np.nan, X))
 
 
 # ---- what a user's program has around it ---------------------------------------------------------------------------
@@ -375,8 +240,8 @@ def test_a_state_is_the_same_whoever_updates_it():
 # ---- which leaves, and what is said ---------------------------------------------------------------------------------
 
 
-def on_cores(update_on, params=None):
-    table = jo.placement(offload(update_on=update_on), params or model())
+def on_cores(update_on):
+    table = jo.placement(offload(update_on=update_on), model())
     return {leaf.param for leaf in table.leaves if leaf.on_cores}
 
 

@@ -3,8 +3,6 @@
 import gc
 import itertools
 import json
-import os
-import subprocess
 import sys
 from collections import Counter
 from unittest import mock
@@ -17,7 +15,7 @@ import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 import jax_offload as jo
-from tests.test_multihost import LAUNCHERS, ROOT, free_port
+from tests.support import processes
 
 P = PartitionSpec
 HOST = "pinned_host"
@@ -265,20 +263,6 @@ def test_without_checksums_only_where_there_never_were_any(run):
 @pytest.mark.long("starts processes")
 def test_processes_sum_up_what_each_of_them_holds(tmp_path):
     """Two processes of two devices: their checksums are those of whole arrays, and both notice damage."""
-    port = free_port()
-    env = {k: v for k, v in os.environ.items() if not k.startswith(LAUNCHERS) and "_proxy" not in k.lower()}
-    env |= {
-        "JAX_PLATFORMS": "cpu",
-        "PYTHONPATH": str(ROOT),
-        "XLA_FLAGS": "--xla_force_host_platform_device_count=2",
-    }
-    command = [sys.executable, ROOT / "tests/support/checksums.py", tmp_path / "run", str(port), "2"]
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    children = [subprocess.Popen([*command, str(i)], env=env, **pipes) for i in range(2)]
-    try:
-        said = [child.communicate(timeout=600)[0] for child in children]
-    finally:
-        for child in children:
-            child.kill()
-    assert [child.returncode for child in children] == [0, 0], "\n---\n".join(text[-4000:] for text in said)
+    arguments = lambda i, port: ([tmp_path / "run", port, 2, i], {})  # noqa: E731
+    said = processes.ended(tmp_path, processes.start(tmp_path, 2, "checksums", arguments))
     assert all("noticed" in text for text in said), said

@@ -11,8 +11,6 @@ import numpy as np
 import optax
 import orbax.checkpoint as ocp
 import pytest
-from jax.sharding import AxisType, NamedSharding
-from jax.sharding import PartitionSpec as P
 
 import jax_offload as jo
 from tests.disk.faulty import Faulty
@@ -28,13 +26,12 @@ CLIPPED = optax.chain(optax.clip_by_global_norm(0.1), optax.adamw(1e-2))
 X = np.random.default_rng(0).normal(size=(8, 64)).astype(np.float32)
 NAMES = ["layer_1", "layer_2", "layer_3", "layer_4"]
 MATRIX = 64 * 64 * 4
-STORED = {"mu": "int8", "nu": "uint8"}
 
 
-def model(dtype=jnp.float32, place=None, width=64):
+def model(dtype=jnp.float32, width=64):
     w = {name: jax.random.normal(jax.random.key(k), (width, width)) / 8 for k, name in enumerate(NAMES)}
     tree = {name: {"w": x.astype(dtype), "b": jnp.full(width, 0.1, dtype)} for name, x in w.items()}
-    return jax.device_put(tree, place or jax.devices()[0])
+    return jax.device_put(tree, jax.devices()[0])
 
 
 def loss(params, x):
@@ -409,57 +406,6 @@ def test_apply_if_finite_around(disk):
     assert int(state.total_notfinite) == 1 and len(handles(state)) == 8
 
 
-# ---- skip= -----------------------------------------------------------------------------------------------------------
-
-
-def run(step, params, state, skips, x=X):
-    step = jo.jit(step, donate_argnums=(0, 1))
-    for k, skip in enumerate(skips):
-        params, state = step(params, state, x * (k + 1), np.asarray(skip))
-    return params, state
-
-
-def skipping(tx, form="update_params"):
-    def step(params, state, x, skip):
-        grads = jax.grad(loss)(params, x)
-        if form == "update_params":
-            return jo.update_params(tx, grads, state, params, skip=skip)
-        updates, state = tx.update(grads, state, params, skip=skip)
-        return optax.apply_updates(params, updates), state
-
-    return step
-
-
-@pytest.mark.parametrize(
-    ("form", "place", "options"),
-    [
-        ("update_params", AxisType.Auto, {"shard_over": "data"}),
-        ("update", None, {}),
-        ("update_params", None, {}),
-        ("update_params", None, {"storage": STORED}),
-        ("update_params", AxisType.Explicit, {}),
-    ],
-    ids=str,
-)
-def test_an_update_that_is_skipped_changes_no_bit(form, place, options, disk):
-    """What is updated is as in host memory."""
-    mesh = None if place is None else jax.make_mesh((4,), ("data",), axis_types=(place,))
-    params = model(place=mesh and NamedSharding(mesh, P()))
-    skips = [False, True, True, False]
-    tx = jo.offload(CLIPPED, min_bytes=1024, disk=disk, **options)
-    state = tx.init(params)
-    got = run(skipping(tx, form), jax.tree.map(jnp.copy, params), state, skips)
-    assert len(handles(got[1])) >= 8
-    host = jo.offload(CLIPPED, min_bytes=1024, **options)
-    want = run(skipping(host, form), jax.tree.map(jnp.copy, params), host.init(params), skips)
-    assert_close(read(got[0]), read(want[0]), 1e-5)
-
-    params, state = read(got[0]), read(got[1])
-    after = run(skipping(tx, form), *got, [True] * 3)
-    assert_equal(read(after), (params, state))
-    assert_equal(read(jo.jit(lambda p, s: skipping(tx, form)(p, s, X, True))(*after)), (params, state))  # always
-
-
 # ---- pipelined -------------------------------------------------------------------------------------------------------
 
 
@@ -469,25 +415,21 @@ def test_pipelined(gradients, disk, tmp_path):
     other = jo.disk(tmp_path / "other")
     plain, tx = (jo.offload(CLIPPED, min_bytes=1024, disk=files) for files in (other, disk))
 
-    def step(tx):
-        return lambda params, state, x, skip: jo.update_params(tx, jax.grad(loss)(params, x), state, params)
+    def step_by(tx):
+        return lambda params, state, x: jo.update_params(tx, jax.grad(loss)(params, x), state, params)
 
-    params, batch = model(width=128), np.concatenate([X, X], 1)  # gradients of 64 KiB can wait on the host
-    want = run(step(plain), jax.tree.map(jnp.copy, params), plain.init(params), [False] * 4, batch)
-
-    def turned(params, state, x):
-        return step(tx)(params, state, x, False)
-
-    train = jo.pipelined(turned, donate_argnames=("params", "state"), gradients=gradients)
-    carry, _ = train((params, tx.init(params)), batch)
-    for k in range(1, 4):
-        carry, _ = train(carry, batch * (k + 1))
+    params, x = model(width=128), np.concatenate([X, X], 1)  # gradients of 64 KiB can wait on the host
+    step, want = jo.jit(step_by(plain), donate_argnums=(0, 1)), (jax.tree.map(jnp.copy, params), plain.init(params))
+    train, carry = jo.pipelined(step_by(tx), donate_argnums=(0, 1), gradients=gradients), (params, tx.init(params))
+    for k in range(4):
+        want = step(*want, x * (k + 1))
+        carry, _ = train(carry, x * (k + 1))
     look = read(train.params(carry))
     params, state = train.finish(carry)
     assert len(handles(state)) == 8
     assert_close(look, read(params), 1e-6)
     assert_close(read((params, state)), read(want), 1e-5)
     disk.commit(4, (params, state))
-    shown = jo.placement(train, params, state, batch)
+    shown = jo.placement(train, params, state, x)
     assert shown.disk_bytes == 4 * 8 * 128 * 128
     other.close()

@@ -219,8 +219,8 @@ def test_what_is_wrong_says_so(disks):
             "state: is on disk, or goes there, and no program can move it",
             lambda: jax.jit(lambda s: jo.to_host(tx, s))(state),
         ),
-        ("state: not the tree that tx.init gives", lambda: jo.to_host(offload(), state[1], weights)),
-        ("state: its shapes or dtypes are not", lambda: jo.to_host(offload(), state, {n: jnp.ones(3) for n in PARAMS})),
+        ("state: its tree is not the one", lambda: jo.to_host(offload(), state[1], weights)),
+        (r"state: .* has the shape .*gives", lambda: jo.to_host(offload(), state, {n: jnp.ones(3) for n in PARAMS})),
     ]:
         with pytest.raises(ValueError, match=message):
             wrong()

@@ -1,20 +1,20 @@
 """Training with its state on disk in processes of their own: killed at any moment, asked for their memory, or several
-that train together. tests/disk/test_together.py has the protocol of these."""
+that train together."""
 
+import itertools
 import os
 import random
 import re
 import signal
 import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor, as_completed, wait
 
 import numpy as np
 import pytest
 
 import jax_offload as jo
-from tests.support import on_disk
-from tests.test_multihost import LAUNCHERS, ROOT, free_port
+from tests.support import on_disk, processes
+from tests.support.processes import ROOT, ended
 
 WIDTH, LAYERS, STEPS = 64, 4, 10**6
 HOST_BYTES = 2 * WIDTH * WIDTH * 4
@@ -83,42 +83,11 @@ def test_under_a_limit_that_the_state_in_memory_does_not_fit(tmp_path):
 
 # ---- several processes -----------------------------------------------------------------------------------------------
 
-DEVICES = 4
 
-
-def start(folder, what, *args, processes=2):
-    """As many processes of tests/support/disk_of_processes.py, which say what they do in files."""
-    inherited = {k: v for k, v in os.environ.items() if not k.startswith(LAUNCHERS) and "_proxy" not in k.lower()}
-    flags = f"--xla_force_host_platform_device_count={DEVICES // processes} --xla_backend_optimization_level=0"
-    env = inherited | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT), "XLA_FLAGS": flags}
-    command = [sys.executable, "-m", "tests.support.disk_of_processes", what, str(folder), str(processes)]
-    port, children = str(free_port()), []
-    for i in range(processes):
-        with (folder / f"{i}.log").open("w") as log:
-            children.append(
-                subprocess.Popen([*command, str(i), port, *args], env=env, stdout=log, stderr=log, cwd=ROOT)
-            )
-    return children
-
-
-def ended(folder, children, *, killed=False):
-    """What each has said. Where one fails the others wait for it in vain, and are killed after a while."""
-    with ThreadPoolExecutor(len(children)) as pool:
-        waits = [pool.submit(child.wait) for child in children]
-        try:
-            for done in as_completed(waits, timeout=600):
-                if done.result():
-                    break
-            wait(waits, timeout=5)
-            codes = [child.poll() for child in children]
-        finally:
-            for child in children:
-                child.kill()
-    said = [(folder / f"{i}.log").read_text() for i in range(len(children))]
-    assert killed or not any(codes), "\n---\n".join(
-        f"{code}: {text[-3000:]}" for code, text in zip(codes, said, strict=True)
-    )
-    return said
+def start(folder, what, *args, many=2):
+    """As many processes of tests/support/disk_of_processes.py."""
+    own = lambda i, port: ([what, folder, many, i, port, *args], {})  # noqa: E731
+    return processes.start(folder, many, "disk_of_processes", own)
 
 
 def found(said, word):
@@ -135,24 +104,34 @@ def test_as_in_host_memory(tmp_path, how):
 
 @pytest.mark.long("starts a dozen pairs of processes")
 def test_killed(tmp_path):
-    """One process before it prepares or swaps a commit."""
+    """One process, before it prepares or swaps a commit, or before any call of the system's."""
     (folder := tmp_path / "undisturbed").mkdir()
     want = ended(folder, start(folder, "train"))
     assert found(want, "committed") == [[1, 2, 3, 4, 5, 6]] * 2
+    chance = random.Random(0)
     cases = [  # the file, its number, the process; where both open then
         ("manifest.next.json", "3", "1", 2),
         ("manifest.json", "3", "1", 3),
         ("manifest.next.json", "1", "0", 0),
         ("manifest.json", "1", "0", 1),
+        *(("any", str(chance.randrange(10, 200)), str(k), None) for k in range(2)),
     ]
     for k, (name, n, process, at) in enumerate(cases):
         (folder := tmp_path / str(k)).mkdir()
         children = start(folder, "train", name, n, process)
-        ended(folder, children, killed=True)
+        said = ended(folder, children, killed=True)
+        last = max([0, *itertools.chain(*found(said, "committed"))])
         assert children[int(process)].returncode == -signal.SIGKILL
         again = ended(folder, start(folder, "train"))
-        assert found(again, "from") == [[at]] * 2, name
+        first, second = found(again, "from")
+        assert first == second and first[0] in ((last, last + 1) if at is None else (at,)), name
         assert found(again, "digest") == found(want, "digest")
+
+
+@pytest.mark.long("starts processes")
+def test_a_commit_that_fails_in_one(tmp_path):
+    """An error in one is an error in both, and which directories are not of one run is said."""
+    ended(tmp_path, start(tmp_path, "committing"))
 
 
 @pytest.mark.long("starts processes")
@@ -166,5 +145,5 @@ def test_a_disk_that_fails_in_one(tmp_path):
 def test_into_another_division_through_a_checkpoint(tmp_path):
     """Onto another disk of the two processes, into memory, and onto a disk of one process; which cannot open theirs."""
     ended(tmp_path, start(tmp_path, "into_a_checkpoint"))
-    ended(tmp_path, start(tmp_path, "from_a_checkpoint", processes=1))
-    ended(tmp_path, start(tmp_path, "of_another_number", processes=1))
+    ended(tmp_path, start(tmp_path, "from_a_checkpoint", many=1))
+    ended(tmp_path, start(tmp_path, "of_another_number", many=1))

@@ -15,9 +15,9 @@ pytestmark = pytest.mark.oldest("updates outside of jit")
 DEVICE = jax.devices()[0]
 
 
-def counted(inner=None):
+def counted():
     """An optimizer in chunks that takes a number and a function, and how often it was traced."""
-    inner, traced = inner or optax.adam(1e-2), []
+    inner, traced = optax.adam(1e-2), []
 
     def update(updates, state, params=None, *, value=None, value_fn=None, **_):
         traced.append(1)

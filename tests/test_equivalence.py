@@ -12,9 +12,15 @@ WRAPPERS = [("inside", name) for name in dict.fromkeys(FIELDS["inside"]) if name
     ("outside", name) for name in dict.fromkeys(FIELDS["outside"]) if name
 ]
 WRAPPERS += [(where, clip) for clip in ("adaptive clip", "clip by block") for where in ("inside", "outside")]
-INNER = [("optimizer", name) for name in OPTIMIZERS] + WRAPPERS
-SHARDINGS = (None, "fsdp", "ZeRO-1")
-MODELS = ("scan", "unrolled", "pairs")
+OTHERS = [  # of a step around its update
+    *(("skip", kind) for kind in dict.fromkeys(FIELDS["skip"]) if kind),
+    *(("second", kind) for kind in dict.fromkeys(FIELDS["second"]) if kind),
+    ("storage", "int8"), ("dtype", "bfloat16 with masters"), ("metrics", ("loss", "gradients")), ("accumulate", "scan"),
+]  # fmt: skip
+INNER = [("optimizer", name) for name in OPTIMIZERS] + WRAPPERS + OTHERS
+SHARDINGS = (None, "fsdp", "ZeRO-1", "two axes", "explicit")
+MODELS = ("scan", "unrolled", "pairs", "reverse", "unroll", "nested", "indexed", "axis 1")
+WINDOWS = (None, 1, 2**14)
 # Each optimizer on every path, with a sharding, a model and a form that change from one case to the next.
 DAILY, OLDEST = pytest.mark.daily("a slice of the table"), pytest.mark.oldest("a slice of the table")
 CASES = [
@@ -27,9 +33,12 @@ CASES = [
 
 def _step(inner):
     field, name = INNER[inner]
+    skips = field == "skip"
     return complete({
-        field: name, "mesh": SHARDINGS[inner % 3], "stack": MODELS[inner // 3 % 3], "bias": True, "embed": "tokens",
-        "head": True, "width": 64, "gradients": "clipped", "metrics": ("loss", "norm", "new norm"),
+        "mesh": SHARDINGS[inner % len(SHARDINGS)] if not skips and field != "storage" else None,
+        "stack": MODELS[inner // 3 % len(MODELS)], "bias": True, "embed": "dense" if skips else "tokens", "head": True,
+        "width": 64, "gradients": "clipped", "metrics": ("loss", "norm", "new norm"), "bad batch": skips,
+        **({"dtype": "float32"} if field == "storage" else {}), field: name,
     })  # fmt: skip
 
 
@@ -43,7 +52,8 @@ def test_equals_plain_optax(inner, mode):
     """Values, types, memory kinds and deletion of four steps, clipped by the global norm."""
     want = _plain(inner)
     assert not isinstance(want, Exception), want
-    r = _step(inner) | {"form": FIELDS["form"][(inner + mode) % 2]}
+    pieces = FIELDS["pieces"][(inner + mode) // 2 % 2]
+    r = _step(inner) | {"form": FIELDS["form"][(inner + mode) % 2], "pieces": pieces, "window": WINDOWS[inner % 3]}
     with contextlib.suppress(Refused):
         found = differences(r, MODES[mode], want)
         assert not found, (MODES[mode], odd(r), found[:4])

@@ -34,8 +34,8 @@ OPTIONS = [
     ("select", [lambda path, leaf: "embed" in path, "embed", ["embed"], False, {"w": False, "b": False}], r".*\bw\b"),
     ("min_bytes", [-1, 0.5, None, True], "expected a number of bytes"),
     ("window", [0, -1, 1.5, True, "8MB", 8e6], r"expected a number of bytes .* 2\*\*28 are 256 MiB"),
-    ("order", ["w", [1]], "expected regular expressions"),
-    ("order", [["v"]], "no parameter's path matches"),
+    ("order", ["w", [1], [None]], "expected regular expressions"),
+    ("order", [["v"], ["w", "v"]], r"no parameter's path matches.*'v'.*b, w"),
     ("order", [["("]], "'\\(' is not a regular expression"),
 ]
 
@@ -264,13 +264,13 @@ def test_a_state_of_other_shapes_names_the_leaf(how, shape):
 def test_state_and_params_in_each_others_place(how, storage):
     tx = jo.offload(optax.adamw(1e-3), min_bytes=0, storage=storage)
     state = tx.init(params())
-    with pytest.raises(ValueError, match=r"state, params: each is .* tx.update\(updates, state, params\)"):
+    with pytest.raises(ValueError, match=r"params: .* an optimizer.s state.* tx.update\(updates, state, params\)"):
         UPDATES[how](tx, params(), params(), state)
 
 
 def test_state_and_updates_in_each_others_place():
     tx = jo.offload(optax.adamw(1e-3), min_bytes=0)
-    with pytest.raises(ValueError, match=r"state, updates: each is .* tx.update\(updates, state, params\)"):
+    with pytest.raises(ValueError, match=r"updates: .* an optimizer.s state.* tx.update\(updates, state, params\)"):
         tx.update(tx.init(params()), params(), params())
 
 

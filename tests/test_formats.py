@@ -158,31 +158,27 @@ def test_the_largest_numbers_do_not_overflow():
         assert np.isfinite(there_and_back(name)(x, SEED)).all(), name
 
 
-def test_bad_input():
-    for wrong in ("int4", "f32", 3.5, jnp.int32, jnp.float8_e4m3):
-        with pytest.raises(ValueError, match="storage: expected one of float32, bfloat16"):
-            jo.Storage(wrong)
-    for wrong in (0, -128, 2.5, True):
-        with pytest.raises(ValueError, match=r"storage: block must be a number of elements > 0"):
-            jo.Storage("int8", block=wrong)
-    assert jo.Storage(jnp.bfloat16) == jo.Storage("bfloat16")
+MEANT = {"bf16": "bfloat16", "BFloat16": "bfloat16", "torch.bfloat16": "bfloat16", "bfloat": "bfloat16"}
+MEANT |= {"fp16": "float16", "fp8": "float8_e4m3fn", "float8": "float8_e4m3fn", "float8_e4m3": "float8_e4m3fn"}
+MEANT |= {"e5m2": "float8_e5m2", "float8_e5m": "float8_e5m2", "fp32": "float32", "unit8": "uint8"}
+MEANT |= dict.fromkeys(("int4", "float64", "zstd", 5, 3.5))  # formats that are no other
 
 
-@pytest.mark.parametrize(
-    ("given", "meant"),
-    [("bf16", "bfloat16"), ("BFloat16", "bfloat16"), ("torch.bfloat16", "bfloat16"), ("bfloat", "bfloat16")]
-    + [("fp16", "float16"), ("fp8", "float8_e4m3fn"), ("float8", "float8_e4m3fn"), ("float8_e4m3", "float8_e4m3fn")]
-    + [("e5m2", "float8_e5m2"), ("float8_e5m", "float8_e5m2"), ("fp32", "float32"), ("unit8", "uint8")],
-)
-def test_a_format_by_another_name_is_suggested(given, meant):
-    with pytest.raises(ValueError, match=rf"got '{given}'\. Did you mean '{meant}'\?"):
+@pytest.mark.parametrize("given", MEANT)
+def test_a_format_by_another_name_is_suggested(given):
+    hint = rf" Did you mean '{MEANT[given]}'\?" if MEANT[given] else ""
+    with pytest.raises(ValueError, match=rf"storage: expected one of float32, bfloat16, .*; got {given!r}\.{hint}$"):
         jo.offload(optax.adam(1e-3), storage={"mu": given})
 
 
-@pytest.mark.parametrize("given", ["int4", "float64", "zstd", 5])
-def test_no_format_is_suggested_that_is_another(given):
-    with pytest.raises(ValueError, match=rf"got {given!r}\.$"):
-        jo.Storage(given)
+def test_bad_input():
+    for wrong in jnp.int32, jnp.float8_e4m3:
+        with pytest.raises(ValueError, match="storage: expected one of float32, bfloat16"):
+            jo.Storage(wrong)
+    for wrong in (0, -128, 2.5, True):
+        with pytest.raises(ValueError, match=r"storage: block: expected a number of elements > 0"):
+            jo.Storage("int8", block=wrong)
+    assert jo.Storage(jnp.bfloat16) == jo.Storage("bfloat16")
 
 
 @pytest.mark.parametrize("name", NARROW)

@@ -43,9 +43,9 @@ def step_of(tx):
     return step
 
 
-def steps(tx, update, params, count=3):
+def steps(tx, update, params):
     state = tx.init(params)
-    for k in range(count):
+    for k in range(3):
         params, state = update(params, state, jnp.full((8, WIDTH), 0.1 * (k + 1)))
     return params, state
 

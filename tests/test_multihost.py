@@ -2,93 +2,47 @@
 
 import json
 import math
-import os
-import socket
-import subprocess
-import sys
-from concurrent import futures
 from importlib.util import find_spec
-from pathlib import Path
 
 import numpy as np
 import pytest
 
+from tests.support import processes
 from tests.support.words import words
 
-ROOT = Path(__file__).parent.parent
-DEVICES, SECONDS = 4, 600
 SMALL = "--model test --batch 8 --context 32 --steps 3 --fsdp 2 --window 65536".split()
-LAUNCHERS = ("SLURM_", "OMPI_", "PMI_", "KUBERNETES_", "TPU_", "MEGASCALE_", "JAX_", "XLA_FLAGS")
 
 
-def ended(child):
-    """Waits for a process, and raises if it fails."""
-    if code := child.wait():
-        raise RuntimeError(code)
-
-
-def free_port():
-    with socket.socket() as s:
-        s.bind(("localhost", 0))
-        return s.getsockname()[1]
-
-
-def by_arguments(port, processes, i):
+def by_arguments(port, many, i):
     """How to start process ``i`` where jax does not know the cluster: arguments, environment."""
-    return ["--coordinator", f"localhost:{port}", "--processes", str(processes), "--process-id", str(i)], {}
+    return ["--coordinator", f"localhost:{port}", "--processes", str(many), "--process-id", str(i)], {}
 
 
-def by_slurm(port, processes, i):
+def by_slurm(port, many, i):
     """How SLURM's ``srun`` does: by variables of the environment, which jax reads."""
     step = {
         "JOB_ID": 1,
         "STEP_NODELIST": "localhost",
         "STEP_NUM_NODES": 1,
-        "NTASKS": processes,
+        "NTASKS": many,
         "PROCID": i,
         "LOCALID": i,
     }
     return ["--cluster", "auto"], {f"SLURM_{k}": str(v) for k, v in step.items()} | {"JAX_COORDINATOR_PORT": str(port)}
 
 
-def start(folder, processes, launcher, *args, script="multihost.py"):
-    """What each of ``processes`` processes of a script in tests/support reports. All end when one fails, or when the
-    time is up."""
-    port = free_port()
-    inherited = {k: v for k, v in os.environ.items() if not k.startswith(LAUNCHERS) and "_proxy" not in k.lower()}
-    flags = f"--xla_force_host_platform_device_count={DEVICES // processes}"
-    inherited |= {
-        "JAX_PLATFORMS": "cpu",
-        "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "examples")]),
-        # Compiling is most of the time, and every process compiles.
-        "XLA_FLAGS": f"{flags} --xla_backend_optimization_level=0",
-    }
-    logs = [folder / f"{i}-of-{processes}.log" for i in range(processes)]
-    reports = [log.with_suffix(".json") for log in logs]
-    children = []
-    try:
-        for i in range(processes):
-            joining, env = launcher(port, processes, i) if processes > 1 else ([], {})
-            command = [sys.executable, ROOT / "tests/support" / script, reports[i], *args, *joining]
-            with logs[i].open("w") as log:
-                children.append(subprocess.Popen(command, env=inherited | env, stdout=log, stderr=subprocess.STDOUT))
-        with futures.ThreadPoolExecutor(len(children)) as pool:
-            ends = [pool.submit(ended, child) for child in children]
-            if any(end.exception() for end in futures.wait(ends, SECONDS, futures.FIRST_EXCEPTION).done):
-                futures.wait(ends, 1)  # the others say why, too
-            codes = [child.poll() for child in children]
-            for child in children:  # a pool waits for its threads, and they wait for the processes
-                child.kill()
-    finally:
-        for child in children:
-            child.kill()
-            child.wait()
-    if any(codes) or None in codes:
-        ends = "\n".join(
-            f"--- {log.name}: exit status {c}\n{log.read_text()[-4000:]}" for log, c in zip(logs, codes, strict=True)
-        )
-        pytest.fail(f"{processes} processes (None: not ended after {SECONDS} s)\n{ends}")
-    return [json.loads(report.read_text()) for report in reports]
+def start(folder, many, launcher, *args, module="multihost"):
+    """What each of so many processes of a module in tests/support reports."""
+
+    def report(i):
+        return folder / f"{i}-of-{many}.json"
+
+    def arguments(i, port):
+        joining, env = launcher(port, many, i) if many > 1 else ([], {})
+        return [report(i), *args, *joining], env
+
+    processes.ended(folder, processes.start(folder, many, module, arguments))
+    return [json.loads(report(i).read_text()) for i in range(many)]
 
 
 def parts(row, mesh):
@@ -108,11 +62,11 @@ def test_processes_train_as_one(tmp_path, zero1):
     assert len(alone["losses"]) == 3 and alone["losses"][-1] < alone["losses"][0] - 0.2
     assert alone["mesh"] == {"data": 2, "fsdp": 2}
     check_placement(alone, zero1)
-    for processes, launcher in [(2, by_slurm)] if zero1 else [(2, by_slurm), (4, by_arguments)]:
-        reports = start(tmp_path, processes, launcher, *args)
+    for many, launcher in [(2, by_slurm)] if zero1 else [(2, by_slurm), (4, by_arguments)]:
+        reports = start(tmp_path, many, launcher, *args)
         assert json.loads((tmp_path / "losses.json").read_text()) == reports[0]["losses"]
         for i, outcome in enumerate(reports):
-            assert (outcome["process"], outcome["processes"], outcome["devices"]) == (i, processes, [4, 4 // processes])
+            assert (outcome["process"], outcome["processes"], outcome["devices"]) == (i, many, [4, 4 // many])
             np.testing.assert_allclose(outcome["losses"], alone["losses"], rtol=1e-6)
             assert outcome["placement"] == alone["placement"]
             for tree in ("params", "state", "eager init", "back on the host"):
@@ -123,14 +77,14 @@ def test_processes_train_as_one(tmp_path, zero1):
 @pytest.mark.long("starts processes")
 @pytest.mark.parametrize("gradients", ["device", "host"])
 def test_processes_train_as_one_with_the_step_turned_round(tmp_path, gradients):
-    [alone] = start(tmp_path, 1, None, gradients, "fsdp", script="multihost_steps.py")
+    [alone] = start(tmp_path, 1, None, gradients, "fsdp", module="multihost_steps")
     assert len({*alone["losses"]}) == 3 and "in the scan that reads the parameters" in words(alone["placement"])
     assert (
         alone["waiting"] == {"device": 2, "pinned_host": 2}
         if gradients == "device"
         else {"device": 1, "pinned_host": 3}
     )
-    for outcome in start(tmp_path, 2, by_arguments, gradients, "fsdp", script="multihost_steps.py"):
+    for outcome in start(tmp_path, 2, by_arguments, gradients, "fsdp", module="multihost_steps"):
         assert outcome["processes"] == 2
         np.testing.assert_allclose(outcome["losses"], alone["losses"], rtol=1e-6)
         np.testing.assert_allclose(outcome["norms"], alone["norms"], rtol=1e-5)
@@ -143,9 +97,9 @@ def test_processes_train_as_one_with_the_step_turned_round(tmp_path, gradients):
 @pytest.mark.skipif(find_spec("numba") is None, reason="numba is not installed (extra cores)")
 @pytest.mark.parametrize("how", ["fsdp", "zero1"])
 def test_each_process_updates_its_own_part_on_its_cores(tmp_path, how):
-    [alone] = start(tmp_path, 1, None, "clipped", how, script="multihost_steps.py")
+    [alone] = start(tmp_path, 1, None, "clipped", how, module="multihost_steps")
     assert alone["off"] < 1e-5 and not alone["error"]
-    for outcome in start(tmp_path, 2, by_arguments, "clipped", how, script="multihost_steps.py"):
+    for outcome in start(tmp_path, 2, by_arguments, "clipped", how, module="multihost_steps"):
         np.testing.assert_allclose(outcome["losses"], alone["losses"], rtol=1e-6)
         assert outcome["off"] < 1e-5 and outcome["stayed"]
         assert outcome["kinds"] == alone["kinds"] and "pinned_host" in outcome["kinds"]
@@ -154,7 +108,7 @@ def test_each_process_updates_its_own_part_on_its_cores(tmp_path, how):
 
 @pytest.mark.long("starts processes")
 def test_an_update_that_needs_whole_leaves_is_an_error_in_several_processes(tmp_path):
-    for outcome in start(tmp_path, 2, by_arguments, "lamb", "fsdp", script="multihost_steps.py"):
+    for outcome in start(tmp_path, 2, by_arguments, "lamb", "fsdp", module="multihost_steps"):
         assert "takes every leaf whole, and the step runs in 2 processes. Fix: " in outcome["error"]
         assert outcome["stayed"]
 

@@ -28,10 +28,6 @@ OPTIMIZERS = {
 SHAPES = {"embed": (1024, 128), "layers": (6, 128, 128), "out": (128, 384)}
 
 
-# Adafactor's factors are small, and a chunk of lamb's norms is a pass of its own
-CASES = [*((name, 2**18) for name in OPTIMIZERS), ("lamb", None), ("masters", None)]
-
-
 @pytest.mark.parametrize(
     ("name", "window"), [*((name, 2**18) for name in OPTIMIZERS), ("lamb", None), ("masters", None)]
 )

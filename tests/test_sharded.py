@@ -25,11 +25,7 @@ SHAPES = {"embed": (32, 16), "layers": {"w": (6, 16, 24), "b": (6, 24)}, "head":
 OPTIMIZERS = {
     "adamw": optax.adamw(1e-2),
     "clip": optax.chain(optax.clip_by_global_norm(0.5), optax.adamw(1e-2)),
-    "lion": optax.lion(1e-2),
-    "lamb": optax.lamb(1e-2),
     "adafactor": optax.adafactor(1e-2, min_dim_size_to_factor=8),
-    "muon": optax.contrib.muon(1e-2),
-    "MultiSteps": optax.MultiSteps(optax.adamw(1e-2), 2).gradient_transformation(),
 }
 
 

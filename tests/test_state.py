@@ -55,11 +55,6 @@ def test_to_host_through_a_chain_and_with_rules():
     assert kinds_of(jo.to_host(tx, jo.to_device(state))) == kinds_of(state)
 
 
-def test_to_host_of_a_foreign_state():
-    with pytest.raises(ValueError, match="state: not the tree"):
-        jo.to_host(jo.offload(optax.adam(1.0), min_bytes=0), optax.sgd(1.0, momentum=0.9).init(params()), params())
-
-
 def test_migrating_a_running_resident_job():
     """A resident run becomes an offloaded one, at once by ``to_host`` or in the next step, and goes on alike."""
     plain, p = optax.adamw(1e-3), params()
@@ -133,7 +128,7 @@ def test_to_host_without_params_refuses_to_guess():
     params = jax.device_put({"w": jnp.ones((256, 512)), "v": jnp.ones((128, 160))}, jax.devices()[0])
     inner = optax.adam(1e-3, mu_dtype=jnp.bfloat16)
     tx, resident = jo.offload(inner), inner.init(params)
-    with pytest.raises(ValueError, match=r"state: its shapes or dtypes .*pass to_host\(tx, state, params\)"):
+    with pytest.raises(ValueError, match=r"state: \[0\].nu.* float32, .* bfloat16.*pass params"):
         jo.to_host(tx, resident)
     moved = jo.to_host(tx, resident, params)
     assert [x.sharding.memory_kind for x in jax.tree.leaves(moved)] == [

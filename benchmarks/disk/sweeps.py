@@ -16,9 +16,9 @@ import jax.numpy as jnp
 from jax.sharding import SingleDeviceSharding
 
 import jax_offload as jo
-from jax_offload._base.memory import HOST_KIND
-from jax_offload._base.on_disk import Place
-from jax_offload._drive.files import DEPTH
+from jax_offload._disk.placeholder import Place
+from jax_offload._host.moving import DEPTH
+from jax_offload._program.memory import HOST_KIND
 
 
 class Counted:
@@ -82,7 +82,7 @@ class Sweeps:
     def sweep(self, *, writes: bool = True, delay: float = 0.0) -> tuple[float, dict[str, int]]:
         """Seconds until all is on disk and nothing under way, and the bytes moved.
 
-        As ``_drive.files.Moving`` asks: before the gradients, which take a ``delay`` too, reads of the first groups
+        As ``_host.moving.Moving`` asks: before the gradients, which take a ``delay`` too, reads of the first groups
         begin; at last everything is written, and committed.
         """
         before = dict(self.files.bytes)

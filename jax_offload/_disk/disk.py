@@ -28,13 +28,22 @@ import jax
 import numpy as np
 from jax.sharding import Sharding
 
-from jax_offload._base.arrays import is_integer
-from jax_offload._base.on_disk import TOKEN, VERSIONS, Ends, OnDisk, Place, Range, Token
-from jax_offload._base.processes import LETTERS, allgathered, everywhere, several
-from jax_offload._base.shardings import Parts, assembled, box_of_shape, boxes_of, covered, gathered, parts_of, shape_of
 from jax_offload._disk.files import pages
 from jax_offload._disk.leaves import Stored, check_covered, entries_of, packed, placed, stored_in, unpacked
+from jax_offload._disk.placeholder import TOKEN, VERSIONS, Ends, OnDisk, Place, Range, Token
+from jax_offload._disk.processes import LETTERS, allgathered, everywhere, several
 from jax_offload._disk.store import NAME, Commit, Entry, Room, Store, manifests
+from jax_offload._program.arrays import check_integer
+from jax_offload._program.shardings import (
+    Parts,
+    assembled,
+    box_of_shape,
+    boxes_of,
+    covered,
+    gathered,
+    parts_of,
+    shape_of,
+)
 
 _READERS, _WRITERS = 2, 4  # leaves of a few MiB were written faster by four threads than by two, and read no faster
 
@@ -42,9 +51,9 @@ _READERS, _WRITERS = 2, 4  # leaves of a few MiB were written faster by four thr
 class Disk:
     """Keep in files the part of a state that does not fit into host memory.
 
-    Use it as ``jo.offload(inner, disk=jo.disk(folder))``. Each step of ``jax_offload.jit``, which drives it from
-    Python, reads that part group by group, updates it on the device and writes it again, while it reads the next group
-    and writes the last one. The numbers are the same as in host memory (docs/disk.md).
+    Use it as ``jo.offload(inner, disk=jo.disk(folder))``. Each step of ``jax_offload.jit`` reads that part group by
+    group. While the device updates one group, the step reads the next one and writes the one before. The numbers are
+    the same as in host memory (docs/disk.md).
 
     Only ``commit`` saves anything: after a crash the files hold the whole last commit. They take twice the bytes of
     their leaves, because new values never overwrite committed ones.
@@ -79,14 +88,8 @@ class Disk:
     """
 
     def __init__(self, directory: str | os.PathLike[str], *, host_bytes: int = 0, commit_every: int = 1) -> None:
-        if not is_integer(host_bytes) or host_bytes < 0:
-            raise ValueError(
-                f"host_bytes: expected a number of bytes >= 0, an int; got {host_bytes!r}. Fix: 16 * 2**30 is 16 GiB."
-            )
-        if not is_integer(commit_every) or commit_every < 1:
-            raise ValueError(
-                f"commit_every: expected an int >= 1; got {commit_every!r}. Fix: leave it out, or commit_every=10."
-            )
+        check_integer("host_bytes", host_bytes, 0, "a number of bytes >= 0, an int", "Fix: 16 * 2**30 is 16 GiB.")
+        check_integer("commit_every", commit_every, 1, "an int >= 1", "Fix: leave it out, or commit_every=10.")
         self.directory, self.host_bytes, self.commit_every = _path(directory), int(host_bytes), int(commit_every)
         self._opened: Store | None = None
         self._run, self._version = "", 0
@@ -103,7 +106,7 @@ class Disk:
 
     @property
     def last_commit(self) -> int | None:
-        """The step of the last commit in the directory, or ``None``. All of several processes must ask."""
+        """The step of the last commit in the directory, or ``None``. If there are several processes, all must ask."""
         if self._opened is not None:
             return self._opened.step
         last = last_of_all(self.directory)

@@ -23,10 +23,11 @@ from jax.core import Tracer
 from jax.sharding import Sharding
 from jax.tree_util import keystr
 
-from jax_offload._base import memory
-from jax_offload._base.arrays import is_array
-from jax_offload._base.on_disk import Ends, OnDisk, Place, Range, is_on_disk, read_into
-from jax_offload._base.shardings import (
+from jax_offload._disk.placeholder import Ends, OnDisk, Place, Range, is_on_disk, read_into
+from jax_offload._disk.store import Entry
+from jax_offload._program import memory
+from jax_offload._program.arrays import is_array
+from jax_offload._program.shardings import (
     Box,
     Parts,
     assembled,
@@ -38,7 +39,6 @@ from jax_offload._base.shardings import (
     shape_of,
     shards_of,
 )
-from jax_offload._disk.store import Entry
 
 _TREE = "tree"  # the array that describes the others
 

@@ -1,1 +1,1 @@
-"""Turn a plan into equations of jax."""
+"""An update as one equation, and its schedule as equations of jax."""

@@ -6,16 +6,16 @@ import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from jax_offload._base.arrays import nbytes
-from jax_offload._base.jaxprs import Equation, Literal, closed, holds, inner_of, variables
-from jax_offload._base.memory import is_host_aval
-from jax_offload._base.on_disk import READ
-from jax_offload._base.own_primitives import equations
+from jax_offload._disk.placeholder import READ
 from jax_offload._emit.region import REGION, Moved, Update
-from jax_offload._ir.primitives import is_loop
-from jax_offload._ir.program import Program, Var, as_program, expanded, flat, without_round_trips
-from jax_offload._plan.in_scan import InScan
-from jax_offload._plan.plan import Planned
+from jax_offload._program.arrays import nbytes
+from jax_offload._program.jaxprs import Equation, Literal, closed, holds, inner_of, variables
+from jax_offload._program.memory import is_host_aval
+from jax_offload._program.own_primitives import equations
+from jax_offload._program.primitives import is_loop
+from jax_offload._program.program import Program, Var, as_program, expanded, flat, without_round_trips
+from jax_offload._schedule.in_scan import InScan
+from jax_offload._schedule.schedule import Planned
 
 
 def without_updates(step: Any) -> Program:

@@ -15,8 +15,11 @@ from typing import Any
 import jax
 from jax.core import Tracer
 
-from jax_offload._base.donation import guarded
-from jax_offload._base.jaxprs import (
+from jax_offload._disk.placeholder import UpdatedFromDisk
+from jax_offload._emit.rows import Names
+from jax_offload._emit.run import follow
+from jax_offload._program.donation import guarded
+from jax_offload._program.jaxprs import (
     Atom,
     ClosedJaxpr,
     Equation,
@@ -30,16 +33,13 @@ from jax_offload._base.jaxprs import (
     variables,
     without_dead_code,
 )
-from jax_offload._base.on_disk import UpdatedFromDisk
-from jax_offload._base.own_primitives import call_primitive, params_of
-from jax_offload._emit.rows import Names
-from jax_offload._emit.run import follow
-from jax_offload._ir.program import Builder, Program, Var, flat
-from jax_offload._ir.trace import Backward
-from jax_offload._plan.decide import schedules_of
-from jax_offload._plan.in_scan import InScan
-from jax_offload._plan.options import Claim, apart
-from jax_offload._plan.plan import Planned, Schedule
+from jax_offload._program.own_primitives import call_primitive, params_of
+from jax_offload._program.program import Builder, Program, Var, flat
+from jax_offload._program.trace import Backward
+from jax_offload._schedule.after import schedules_of
+from jax_offload._schedule.in_scan import InScan
+from jax_offload._schedule.options import Claim, apart
+from jax_offload._schedule.schedule import Planned, Schedule
 
 NAME = "jax_offload_update"
 REGION = call_primitive(NAME)  # whose equations `find` finds

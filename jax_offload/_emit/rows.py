@@ -24,15 +24,15 @@ import numpy as np
 from jax.custom_batching import custom_vmap
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jax_offload._base.arrays import row_indices
-from jax_offload._base.barriers import opaque, read_once, written_after
-from jax_offload._base.jaxprs import Var, jit
-from jax_offload._base.memory import is_host_aval, to_device, to_host
-from jax_offload._base.shardings import constrained, padded, typed_sharding
-from jax_offload._ir.program import numbered, structure
-from jax_offload._ir.slices import Slice
-from jax_offload._plan.plan import Chunked, RowWise, tiles
-from jax_offload._plan.rules import Dim, Partial, Rows, run_chunk
+from jax_offload._program.arrays import row_indices
+from jax_offload._program.barriers import opaque, read_once, written_after
+from jax_offload._program.jaxprs import Var, jit
+from jax_offload._program.memory import is_host_aval, to_device, to_host
+from jax_offload._program.program import numbered, structure
+from jax_offload._program.rules import Dim, Partial, Rows, run_chunk
+from jax_offload._program.shardings import constrained, padded, typed_sharding
+from jax_offload._program.slices import Slice
+from jax_offload._schedule.schedule import Chunked, RowWise, tiles
 
 Names = Mapping[Var, str]  # the leaf's path in the state, of each of its values
 Values = dict[Var, Any]

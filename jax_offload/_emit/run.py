@@ -9,14 +9,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jax_offload._base.barriers import gate, opaque
-from jax_offload._base.jaxprs import Var, closed, jax_fun, jit
-from jax_offload._base.memory import is_host_aval, to_device, to_host
-from jax_offload._base.shardings import zeros
 from jax_offload._emit.rows import Names, looped, or_batched, prefetch, update_of, write_back
-from jax_offload._ir.program import numbered, structure
-from jax_offload._ir.slices import Slice
-from jax_offload._plan.plan import Chunked, Gate, Planned, Schedule
+from jax_offload._program.barriers import gate, opaque
+from jax_offload._program.jaxprs import Var, closed, jax_fun, jit
+from jax_offload._program.memory import is_host_aval, to_device, to_host
+from jax_offload._program.program import numbered, structure
+from jax_offload._program.shardings import zeros
+from jax_offload._program.slices import Slice
+from jax_offload._schedule.schedule import Chunked, Gate, Planned, Schedule
 
 Env = dict[Var, Any]
 

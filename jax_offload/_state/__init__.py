@@ -1,1 +1,1 @@
-"""Make, read or convert a state."""
+"""A state: which leaf lives where and divided how, in which format; made, read, moved, converted and saved."""

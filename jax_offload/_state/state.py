@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
@@ -18,20 +17,18 @@ import optax
 from jax.core import Tracer
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
-from jax_offload._base import memory
-from jax_offload._base.around import described
-from jax_offload._base.arrays import is_like, nbytes
-from jax_offload._base.donation import guarded
-from jax_offload._base.jaxprs import Literal, jaxpr_of
-from jax_offload._base.on_disk import brought, check_in_memory, is_on_disk
-from jax_offload._base.own_primitives import marks_in
-from jax_offload._base.paths import leaves_with_paths, owners
-from jax_offload._base.shardings import is_explicit, sharding_of, shards_of, typed_sharding, without_axes
-from jax_offload._placement.arguments import AROUND, check_transformation
-from jax_offload._placement.placement import Leaf, unmanaged
-from jax_offload._placement.zero import axes_in_parameter, state_sharding
-from jax_offload._precision.masters import MasterState
-from jax_offload._precision.storage import (
+from jax_offload._disk.placeholder import brought, check_in_memory, is_on_disk
+from jax_offload._program import memory
+from jax_offload._program.arrays import is_like, nbytes
+from jax_offload._program.donation import guarded
+from jax_offload._program.jaxprs import Literal, jaxpr_of
+from jax_offload._program.own_primitives import marks_in
+from jax_offload._program.paths import leaves_with_paths, owners
+from jax_offload._program.shardings import is_explicit, sharding_of, shards_of, typed_sharding, without_axes
+from jax_offload._state.arguments import AROUND, check_like, check_transformation
+from jax_offload._state.around import described
+from jax_offload._state.placement import Leaf, unmanaged
+from jax_offload._state.storage import (
     StoredState,
     decoded,
     encoded,
@@ -39,6 +36,7 @@ from jax_offload._precision.storage import (
     is_encoded,
     is_stored,
 )
+from jax_offload._state.zero import axes_in_parameter, state_sharding
 
 
 def abstract_state(tx: optax.GradientTransformation, params: Any) -> Any:
@@ -51,8 +49,8 @@ def abstract_state(tx: optax.GradientTransformation, params: Any) -> Any:
     Args:
       tx: a transformation with an ``offload`` anywhere inside it.
       params: the parameters, concrete or abstract. A state leaf of its parameter's shape takes the parameter's
-        sharding, divided further if ``shard_over`` says so; a factored leaf takes the sharding of the axes that it
-        still has; other leaves are replicated over the same devices. Abstract parameters without a sharding count as
+        sharding, divided further if ``shard_over`` says so; a factored leaf takes the sharding of the axes that
+        remain; other leaves are replicated over the same devices. Abstract parameters without a sharding count as
         unplaced: on the mesh that is set, or on the default device.
 
     Returns:
@@ -69,8 +67,7 @@ def abstract_state(tx: optax.GradientTransformation, params: Any) -> Any:
       >>> mu.shape, mu.dtype.name, mu.sharding.memory_kind
       ((256, 256), 'float32', 'pinned_host')
     """
-    leaves, treedef = placed_leaves(tx, params, remember=True)
-    return jax.tree.unflatten(treedef, abstract_leaves(leaves))
+    return described_state(tx, params, remember=True)[1]
 
 
 def to_device(state: Any) -> Any:
@@ -139,30 +136,25 @@ def to_host(tx: Any, state: Any = None, params: Any = None) -> Any:
     params = params_like(tx, state) if params is None else params
     # Tracers do not tell shardings: under jit the next update divides the leaves.
     traced = any(isinstance(x, Tracer) for x in jax.tree.leaves((state, params)))
-    find: Callable[..., tuple[list[Any], Any]] = traced_init if traced else placed_leaves
-    rows, treedef = find(tx, params)
-    got, got_tree = jax.tree.flatten(state, is_leaf=is_on_disk)
-    if got_tree != treedef:
-        raise ValueError(
-            f"state: not the tree that tx.init gives.\n  got      {got_tree}\n  expected {treedef}\n"
-            "If the parameters' tree could not be read off the state, pass params."
-        )
-    if [_type(x) for x in got] != [_type(aval) for _, aval, *_ in rows]:
-        raise ValueError(
-            "state: its shapes or dtypes are not those that tx.init gives for these parameters. If params were left "
-            "out, the moments are not like the parameters (factored, or of another dtype): pass to_host(tx, state, "
-            "params)."
-        )
-    if any(leaf.disk for leaf, *_ in rows) or any(map(is_on_disk, got)):
-        return jax.tree.unflatten(treedef, brought(got, lambda: jax.tree.leaves(abstract_state(tx, params))))
+    rows, wanted = (traced_init if traced else described_state)(tx, params)
+    check_like(state, wanted, _GIVE_PARAMS, dtypes=True)
+    leaves, treedef = jax.tree.flatten(state, is_leaf=is_on_disk)
+    if any(leaf.disk for leaf in rows) or any(map(is_on_disk, leaves)):
+        return jax.tree.unflatten(treedef, brought(leaves, None if traced else jax.tree.leaves(wanted)))
 
-    def moved(x: Any, leaf: Leaf, _: Any, *place: Sharding) -> Any:
-        if place and (leaf.shard_over or not isinstance(x, jax.Array)):
-            return jax.device_put(x, *place)
+    def moved(x: Any, leaf: Leaf, like: Any) -> Any:
+        if not traced and (leaf.shard_over or not isinstance(x, jax.Array)):
+            return jax.device_put(x, like.sharding)
         x = x if isinstance(x, jax.Array) else jnp.asarray(x)
         return memory.to_host(x) if leaf.host else memory.to_device(x)
 
-    return guarded(jax.tree.unflatten(treedef, [moved(x, *row) for x, row in zip(got, rows, strict=True)]), state)
+    return guarded(jax.tree.unflatten(treedef, map(moved, leaves, rows, jax.tree.leaves(wanted))), state)
+
+
+_GIVE_PARAMS = (
+    "If params were left out, they are taken to be like the largest part of the state that has their tree. Factored "
+    "moments, masters, and moments of another dtype are not like them: pass params."
+)
 
 
 def _in_host_memory(x: Any) -> Any:
@@ -173,10 +165,6 @@ def _in_host_memory(x: Any) -> Any:
         place = memory.with_kind(x.sharding, memory.HOST_KIND) if x.sharding is not None else None
         return x if place is None else memory.abstract(x.shape, x.dtype, place, x.weak_type)
     return memory.well_typed(memory.to_host(x if isinstance(x, jax.Array) else jnp.asarray(x)))
-
-
-def _type(x: Any) -> tuple[tuple[int, ...], Any]:
-    return (x.shape if is_on_disk(x) else np.shape(x)), getattr(x, "dtype", None)
 
 
 def to_plain(tx: optax.GradientTransformation, state: Any) -> Any:
@@ -245,8 +233,7 @@ def from_plain(tx: optax.GradientTransformation, state: Any, params: Any = None)
     """
     if any(is_stored(x) for x in jax.tree.leaves(state, is_leaf=is_stored)):
         raise ValueError("state: is stored, not plain; jo.to_plain(tx, state) gives the plain one.")
-    params = params_like(tx, state, plain=True) if params is None else params
-    rows, treedef = traced_init(tx, params)
+    params = params_like(tx, state) if params is None else params
 
     def stored_like(wanted: Any, x: Any) -> Any:
         if is_stored(wanted):
@@ -260,10 +247,9 @@ def from_plain(tx: optax.GradientTransformation, state: Any, params: Any = None)
         return in_place(encoded, x, wanted.storage)
 
     try:
-        wanted = jax.tree.unflatten(treedef, [aval for _, aval in rows])
-        stored = jax.tree.map(stored_like, wanted, state, is_leaf=is_stored)
+        stored = jax.tree.map(stored_like, traced_init(tx, params)[1], state, is_leaf=is_stored)
     except (ValueError, TypeError) as error:
-        raise ValueError(f"state: not a plain state of tx for these parameters: {error}") from error
+        raise ValueError(f"state: not a plain state of tx for these parameters: {error}. {_GIVE_PARAMS}") from error
     return to_host(tx, stored, params)
 
 
@@ -272,14 +258,14 @@ class _Params:
     """A stand-in for a whole tree of parameters in the probe of an init; it has no leaves."""
 
 
-def params_like(tx: optax.GradientTransformation, state: Any, *, plain: bool = False) -> Any:
-    """Read the parameters' tree off a state of ``tx``: the largest part of the state that is like the parameters.
-
-    ``plain`` says whether the state belongs to the optimizers inside, without ``storage=``.
-    """
+def params_like(tx: optax.GradientTransformation, state: Any) -> Any:
+    """Read the parameters' tree off a state of ``tx``, stored or plain: the largest part that is like them."""
 
     def is_probe(x: Any) -> bool:
         return isinstance(x, _Params)
+
+    def inner(tree: Any) -> Any:
+        return jax.tree.map(lambda x: x.inner_state if is_stored(x) else x, tree, is_leaf=is_stored)
 
     def like_param(x: Any) -> Any:
         array, dtype = (x.values, x.dtype) if is_encoded(x) else (x, getattr(x, "dtype", None))
@@ -292,14 +278,10 @@ def params_like(tx: optax.GradientTransformation, state: Any, *, plain: bool = F
     check_transformation(tx, "(tx, state)")
     copies: list[Any] = []
     try:
-        probe = tx.init(_Params())  # pyright: ignore[reportArgumentType]
-        if any(
-            isinstance(x, MasterState) for x in jax.tree.leaves(probe, is_leaf=lambda x: isinstance(x, MasterState))
-        ):
-            raise ValueError("masters are of another dtype than the parameters")
-        if plain:
-            probe = jax.tree.map(lambda x: x.inner_state if is_stored(x) else x, probe, is_leaf=is_stored)
-        jax.tree.map(lambda p, part: copies.append(part) if is_probe(p) else None, probe, state, is_leaf=is_probe)
+        probe = inner(tx.init(_Params()))  # pyright: ignore[reportArgumentType]
+        jax.tree.map(
+            lambda p, part: copies.append(part) if is_probe(p) else None, probe, inner(state), is_leaf=is_probe
+        )
     except Exception as error:
         raise ValueError("params: this optimizer's init must see them; give them as params=.") from error
     if not copies:
@@ -308,75 +290,55 @@ def params_like(tx: optax.GradientTransformation, state: Any, *, plain: bool = F
     return max(copies, key=lambda each: len(jax.tree.leaves(each)))
 
 
-def abstract_leaves(leaves: Iterable[tuple[Leaf, Any, Sharding]]) -> list[Any]:
-    """Return the leaves of ``abstract_state`` for the result of ``placed_leaves``."""
-    return [
-        memory.abstract(x.shape, x.dtype, s, weak_type=getattr(x, "weak_type", False))
-        if leaf.place is None
-        else leaf.place
-        for leaf, x, s in leaves
-    ]
+# ---- a state that is not made: a row of the table and a type for every leaf
 
 
-def placed_leaves(
-    tx: optax.GradientTransformation, params: Any, *, remember: bool = False
-) -> tuple[list[tuple[Leaf, Any, Sharding]], Any]:
-    """Return the row of the table, the type and the sharding of every state leaf, and the state's tree."""
-    leaves, treedef = traced_init(tx, params, remember=remember)
+def described_state(tx: optax.GradientTransformation, params: Any, *, remember: bool = False) -> tuple[list[Leaf], Any]:
+    """Return the row of the table of every state leaf, and the state as types with shardings and memory kinds."""
+    rows, state = traced_init(tx, params, remember=remember)
+    types, treedef = jax.tree.flatten(state)
     flat = jax.tree.leaves(params)
-    shardings = [_sharding(x) for x in flat]
-    everywhere = _replicated(shardings)
-    axes = axes_in_parameter(tx.init, params, [(leaf.owner, aval.shape) for leaf, aval in leaves])
-    placed = []
-    for (leaf, aval), of_param in zip(leaves, axes, strict=True):
-        own = None if leaf.owner is None else shardings[leaf.owner]
+    owns = [_sharding(x) for x in flat]
+    first = owns[0] if owns else memory.ambient_sharding()
+    everywhere = NamedSharding(first.mesh, PartitionSpec()) if isinstance(first, NamedSharding) else first
+    axes = axes_in_parameter(tx.init, params, [(leaf.owner, x.shape) for leaf, x in zip(rows, types, strict=True)])
+    found, leaves = list[Leaf](), list[Any]()
+    for leaf, x, of_param in zip(rows, types, axes, strict=True):
+        own = None if leaf.owner is None else owns[leaf.owner]
         shape = () if leaf.owner is None else np.shape(flat[leaf.owner])
-        sharding, note = everywhere, ""
-        if own is not None and aval.shape != () and is_like(leaf.path, aval.shape, shape):
-            sharding, why = state_sharding(leaf, aval.shape, own, shape)
-            note = f" ({why})" if why else ""
+        sharding, why = everywhere, ""
+        if own is not None and x.shape != () and is_like(leaf.path, x.shape, shape):
+            sharding, why = state_sharding(leaf, x.shape, own, shape)
         elif of_param is not None and isinstance(own, NamedSharding):
             sharding = without_axes(own, of_param)
-        told = typed_sharding(aval)
+        told = typed_sharding(x)
         if told is not None and isinstance(everywhere, NamedSharding) and is_explicit(told.mesh):
             sharding = NamedSharding(everywhere.mesh, told.spec)  # with Explicit axes the types tell
         spec = f"P({', '.join(map(repr, sharding.spec))})" if isinstance(sharding, NamedSharding) else ""
-        shard_bytes = leaf.nbytes // math.prod(shards_of(sharding, aval.shape))
-        sharding = memory.with_kind(sharding, memory.HOST_KIND if leaf.host or leaf.disk else memory.DEVICE_KIND)
-        place = None if leaf.place is None else leaf.place.at(sharding)
-        leaf = dataclasses.replace(leaf, sharding=f"{spec}{note}", shard_bytes=shard_bytes, place=place)
-        placed.append((leaf, aval, sharding))
-    return placed, treedef
-
-
-def traced_init(
-    tx: optax.GradientTransformation, params: Any, *, remember: bool = False
-) -> tuple[list[tuple[Leaf, Any]], Any]:
-    """Return the row of the table and the type of every state leaf, and the state's tree."""
-    check_transformation(tx, "(tx, params)")
-    found: list[Any] = []
-
-    def init(params: Any) -> Any:
-        state = tx.init(params)
-        # Tracers do not outlive their trace: jax.checking_leaks() raises where they do.
-        found.append(
-            jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype) if isinstance(x, Tracer) else x, state)
+        kind = memory.HOST_KIND if leaf.host or leaf.disk else memory.DEVICE_KIND
+        sharding = memory.with_kind(sharding, kind)
+        leaves.append(
+            leaf.place.at(sharding) if leaf.place else memory.abstract(x.shape, x.dtype, sharding, x.weak_type)
         )
-        return state
+        shard_bytes = leaf.nbytes // math.prod(shards_of(sharding, x.shape))
+        found.append(dataclasses.replace(leaf, sharding=f"{spec} ({why})" if why else spec, shard_bytes=shard_bytes))
+    return found, jax.tree.unflatten(treedef, leaves)
 
+
+def traced_init(tx: optax.GradientTransformation, params: Any, *, remember: bool = False) -> tuple[list[Leaf], Any]:
+    """Return the row of the table of every state leaf, and the state as types, whose shardings are not known yet."""
+    check_transformation(tx, "(tx, params)")
     with described(params, remember=remember):
-        closed, treedef = jaxpr_of(init, params)
-    rows = marks_in(closed)
-    leaves, (state,) = [], found
-    of_state = zip(leaves_with_paths(state), owners(state, params), strict=True)
-    for ((path, x), owner), v, aval in zip(of_state, closed.jaxpr.outvars, closed.out_avals, strict=True):
-        row = unmanaged(aval if hasattr(x, "dtype") else x) if isinstance(v, Literal) or v not in rows else rows[v]
+        closed, treedef = jaxpr_of(lambda params: tx.init(params), params)  # a new function, as jax keeps traces
+    state = jax.tree.unflatten(treedef, closed.out_avals)
+    marks, rows = marks_in(closed), list[Leaf]()
+    for (path, x), owner, v in zip(leaves_with_paths(state), owners(state, params), closed.jaxpr.outvars, strict=True):
+        row = unmanaged(x) if isinstance(v, Literal) or v not in marks else marks[v]
         name = jax.tree_util.keystr(path)
         if (row.host or row.disk) and ".inner_opt_state" in name.removesuffix(row.path):
             raise ValueError(AROUND)
-        leaf = dataclasses.replace(row, path=name, owner=owner, host=memory.is_host_aval(aval) and not row.disk)
-        leaves.append((leaf, aval))
-    return leaves, treedef
+        rows.append(dataclasses.replace(row, path=name, owner=owner, host=memory.is_host_aval(x) and not row.disk))
+    return rows, state
 
 
 def _sharding(param: Any) -> Sharding:
@@ -384,8 +346,3 @@ def _sharding(param: Any) -> Sharding:
     traced = isinstance(param, Tracer)
     loose = isinstance(param, jax.Array) and not traced and not param.committed and memory.mesh_is_set()
     return memory.ambient_sharding() if placed is None or loose else placed
-
-
-def _replicated(shardings: list[Sharding]) -> Sharding:
-    first = shardings[0] if shardings else memory.ambient_sharding()
-    return NamedSharding(first.mesh, PartitionSpec()) if isinstance(first, NamedSharding) else first

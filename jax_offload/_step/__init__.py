@@ -1,1 +1,1 @@
-"""A whole step: cut at its updates, and emitted from its parts."""
+"""``jit`` and ``pipelined``: a step whose update is rewritten, or driven."""

@@ -19,10 +19,10 @@ def on_device(x):
     return jax.device_put(x, jax.devices()[0])
 
 
-def two_optimizers(jit, fraction=1.0):
+def two_optimizers(jit):
     """A step of a GAN: the generator's moments belong on the host, the discriminator's are too small for that."""
     generator, discriminator = on_device({"w": jnp.ones((256, 256))}), on_device({"w": jnp.ones((256, 1))})
-    own, other = jo.offload(optax.adam(1e-3), fraction=fraction), jo.offload(optax.adam(1e-3))
+    own, other = jo.offload(optax.adam(1e-3)), jo.offload(optax.adam(1e-3))
     states = own.init(generator), other.init(discriminator)
 
     @functools.partial(jit, donate_argnums=(0, 1, 2, 3))

@@ -9,7 +9,7 @@ import jax
 import pytest
 
 import jax_offload as jo
-from jax_offload._analysis import chips
+from jax_offload._look import chips
 
 pytestmark = pytest.mark.daily("each is a chip")
 

@@ -10,8 +10,8 @@ import optax
 import pytest
 
 import jax_offload as jo
-from jax_offload._analysis import chips
-from jax_offload._analysis import cli as doctor
+from jax_offload._look import chips
+from jax_offload._look import cli as doctor
 from tests.analysis.test_cli import run
 
 GIB = 2**30

@@ -150,6 +150,7 @@ def test_of_a_chip_that_is_not_named_by_the_target():
     assert fast.timeline.link < 0.2 * slow.timeline.link and fast.peak == slow.peak
 
 
+@pytest.mark.long("compiles six steps for an H200")
 def test_the_options_of_the_steps_own_jit():
     """It is compiled as the user's ``jit`` would compile it, by which more copies are in flight, or fewer."""
     require(H200)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import break_even
-from jax_offload._analysis.timeline import Segment, Timeline
+from jax_offload._look.timeline import Segment, Timeline
 from tests.aot.test_timeline import DOT, K_DONE, L_DONE, MATRIX, ON_HOST, K, L, M, computation, played
 
 DOCS = Path(__file__).parents[2] / "docs"

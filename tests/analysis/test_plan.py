@@ -2,9 +2,6 @@
 
 import itertools
 import json
-import os
-import subprocess
-import sys
 
 import jax
 import jax.numpy as jnp
@@ -33,12 +30,11 @@ def dense(layers, width, unrolled=False):
 FACTORS = {"a": (32, 4096, 16), "b": (32, 16, 4096)}
 MODELS = {  # the optimizer, about so many parameters, and their dtype
     "1e9": (ADAMW, dense(20, 2048), "bfloat16"),
-    "1e9, unrolled": (ADAMW, dense(20, 2048, unrolled=True), "float32"),
+    "1e9, unrolled": (LION, dense(20, 2048, unrolled=True), "float32"),
     "7e9, masters": (jo.with_master_params(ADAMW), dense(32, 4096), "bfloat16"),
     "7e9, accumulated": (optax.MultiSteps(ADAMW, 4), dense(32, 4096), "bfloat16"),
     "7e9, factors alone": (optax.masked(ADAMW, {"a": True, "b": True}), FACTORS, "float32"),
     "13e9, clipped": (CLIPPED, dense(40, 5120), "bfloat16"),
-    "13e9, unrolled": (LION, dense(40, 5120, unrolled=True), "bfloat16"),
     "47e9 of 8 experts": (
         ADAMW, {"attention": (32, 4096, 10240), "up": (32, 8, 4096, 2 * 14336), "down": (32, 8, 14336, 4096)},
         "bfloat16",
@@ -55,7 +51,7 @@ MODELS = {  # the optimizer, about so many parameters, and their dtype
     "405e9": (ADAMW, dense(126, 16384), "bfloat16"),
 }  # fmt: skip
 WAYS = [(1, False), (8, True), (8, False), (64, True), (64, False)]  # devices, and whether parameters are divided
-ONCE = list(zip(MODELS, (WAYS * 3)[:12], strict=True))
+ONCE = list(zip(MODELS, (WAYS * 3)[: len(MODELS)], strict=True))
 DAILY = pytest.mark.daily("every model once")
 EACH = [pytest.param(name, *way, marks=[DAILY] if (name, way) in ONCE else [])
         for name, way in itertools.product(MODELS, WAYS)]  # fmt: skip
@@ -108,52 +104,6 @@ def test_every_row_s_bytes_are_those_of_the_run(name, devices, divided):
             assert row.host == row.loaded == row.stored == sum(host)
             windows = [w.nbytes for w in jo.placement(tx, params).windows] if host else []
             assert row.window == min(sum(windows), row.host)
-
-
-def compiled_arguments(name, devices, divided):
-    """Compiles rows of a plan for so many CPUs: the sums of their exact parts, and the bytes of XLA's arguments.
-
-    ``pipelined`` has the state of ``offload``; what the cores update is several programs.
-    """
-    inner, shapes, dtype = MODELS[name]
-    params, found = placed(shapes, dtype, devices, divided), []
-    rows = jo.plan(inner, params).options
-    tight = int(next(row.peak for row in rows if row.name == "offload") * 1.5)
-    rows += tuple(
-        row for row in jo.plan(inner, params, device_memory=tight, activations=1).options if row.name == "fraction"
-    )
-    for row in rows:
-        if row.name.removesuffix(" ZeRO-1") in ("resident", "offload", "fraction"):
-            tx = named(row, inner)
-            step = jax.jit(lambda p, s, g, tx=tx: jo.update_params(tx, g, s, p), donate_argnums=(0, 1))
-            memory = step.lower(params, jo.abstract_state(tx, params), params).compile().memory_analysis()
-            exact = row.parameters + row.gradients + row.state + row.host
-            found.append((exact, memory.argument_size_in_bytes))  # both memories, on a CPU
-    return found
-
-
-@pytest.mark.parametrize(
-    ("name", "devices", "divided"), [(name, *way) for name, way in itertools.product(MODELS, WAYS) if way[0] <= 8]
-)
-def test_every_row_s_bytes_are_the_compiled_arguments(name, devices, divided):
-    found = compiled_arguments(name, devices, divided)
-    assert len(found) >= 2 and all(exact == compiled for exact, compiled in found)
-
-
-@pytest.mark.long("compiles for 64 devices, in a process of its own")
-def test_every_row_s_bytes_are_the_compiled_arguments_of_64_devices():
-    code = (
-        "from tests.analysis.test_plan import MODELS, compiled_arguments\n"
-        "for name in MODELS:\n"
-        "    if 'unrolled' not in name:\n"
-        "        for divided in (True, False):\n"
-        "            found = compiled_arguments(name, 64, divided)\n"
-        "            assert len(found) >= 2 and all(a == b for a, b in found), (name, divided, found)\n"
-        "print('equal')"
-    )
-    env = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=64", "JAX_PLATFORMS": "cpu"}
-    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=False)
-    assert done.stdout.strip() == "equal", done.stderr[-2000:]
 
 
 def test_abstract_meshes_of_both_kinds_and_real_ones_agree():
@@ -242,21 +192,21 @@ def test_activations_follow_from_layers_width_and_tokens():
 
 
 def test_device_memory_solves_for_the_smallest_fraction():
-    """16 layers apart; a hundredth less does not fit."""
-    params = placed(dense(16, 2048, unrolled=True))
-    memory = int((params_bytes := 2 * 16 * 12 * 2048**2) * 2.8 / (0.75 * 0.95))
-    found = jo.plan(ADAMW, params, device_memory=memory, activations=0.1 * GIB, chip="h100", tokens_per_step=512)
+    """8 layers apart; a hundredth less does not fit."""
+    params = placed(dense(8, 2048, unrolled=True))
+    memory = int((params_bytes := 2 * 8 * 12 * 2048**2) * 2.8 / (0.75 * 0.95))
+    found = jo.plan(ADAMW, params, device_memory=memory, activations=0.05 * GIB, chip="h100", tokens_per_step=512)
     row = found["fraction"]
     assert row.fits and found.recommended is row and found["resident"].fits is False
     share = float(row.code.partition("fraction=")[2].partition(")")[0])
     assert 0 < share < 1 and row.parameters == params_bytes
-    less = jo.plan(jo.offload(ADAMW, fraction=share - 0.02), params, device_memory=memory, activations=0.1 * GIB)
+    less = jo.plan(jo.offload(ADAMW, fraction=share - 0.02), params, device_memory=memory, activations=0.05 * GIB)
     assert less["as given"].fits is False
-    assert jo.plan(named(row, ADAMW), params, device_memory=memory, activations=0.1 * GIB)["as given"].peak == row.peak
+    assert jo.plan(named(row, ADAMW), params, device_memory=memory, activations=0.05 * GIB)["as given"].peak == row.peak
     assert row.added < found["offload"].added
-    short = jo.plan(ADAMW, params, device_memory=memory, activations=0.1 * GIB, host_memory=int(row.host / 0.89))
+    short = jo.plan(ADAMW, params, device_memory=memory, activations=0.05 * GIB, host_memory=int(row.host / 0.89))
     assert short["fraction"].fits and short["offload"].why.startswith("host: ")  # the whole state is too much for it
-    many = jo.plan(ADAMW, params, device_memory=memory, activations=0.1 * GIB, chip="h100", tokens_per_step=65536)
+    many = jo.plan(ADAMW, params, device_memory=memory, activations=0.05 * GIB, chip="h100", tokens_per_step=65536)
     assert many["fraction"].added == many["offload"].added == 0  # what stays is updated at once, and nothing waits
 
 
@@ -438,6 +388,9 @@ def test_what_is_given_counts():
     given = jo.plan(jo.offload(ADAMW, fraction=0.5, window=2**28), "7B", chip="h100")
     assert [row.name for row in given.options][:2] == ["resident", "as given"]
     assert "fraction=0.5, window=268435456" in given["as given"].code
+    for options in {"fraction": 0}, {"fraction": 0, "storage": "bfloat16"}:
+        none = jo.plan(jo.offload(ADAMW, **options), "7B", chip="h100", disk=True)
+        assert none["as given"].host == 0 < none["cores"].host and none["disk"].disk
     chain = jo.plan(optax.chain(optax.clip_by_global_norm(1.0), jo.offload(ADAMW)), "7B", chip="h100")
     assert [row.name for row in chain.options] == ["as given"]
     assert chain["as given"].host == jo.plan(ADAMW, "7B", chip="h100")["offload"].host

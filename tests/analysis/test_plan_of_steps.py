@@ -8,7 +8,7 @@ from flax.training.train_state import TrainState
 from jax.sharding import NamedSharding, PartitionSpec
 
 import jax_offload as jo
-from jax_offload._analysis import compiled
+from jax_offload._look import compiled
 from tests.aot.compiled import transformer
 from tests.aot.harness import H200, device_sharding, require
 from tests.aot.model import ADAMW, CLIPPED, loss, parameters, step_of

@@ -8,8 +8,8 @@ import pytest
 from jax.profiler import ProfileData
 
 import jax_offload as jo
-from jax_offload._analysis.hlo import Module
-from jax_offload._analysis.profiled import measured, segments_of
+from jax_offload._look.hlo import Module
+from jax_offload._look.profiled import measured, segments_of
 
 
 def trace_of(plane, **lines):

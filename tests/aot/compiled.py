@@ -24,7 +24,7 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 import jax_offload as jo
 from tests.aot import zoo
 from tests.aot.harness import array, mesh_for, on_a_fixed_link
-from tests.aot.kinds import HIDDEN, KINDS, MARK, PAGE, Kind, alternating, resident, simultaneous, table
+from tests.aot.kinds import HIDDEN, KINDS, MARK, PAGE, Kind, resident, table
 from tests.aot.model import loss as toy_loss
 from tests.aot.model import two_by_two
 
@@ -80,20 +80,6 @@ def stack(layers: int, *shape: int) -> Callable[[], tuple[Tree, Any, Any]]:
 def unrolled(layers: int, width: int) -> Callable[[], tuple[Tree, Any, Any]]:
     params = {f"w{k:03d}": (width, width) for k in range(layers)}
     return lambda: (params, lambda tokens: ((tokens, width), jnp.float32), toy_loss)
-
-
-def shuffled(layers: int, width: int) -> Callable[[], tuple[Tree, Any, Any]]:
-    """Unrolled layers whose names are not in the order in which they run."""
-    names = [f"w{(7 * k) % layers:02d}" for k in range(layers)]
-
-    def loss(params: Tree, x: jax.Array) -> jax.Array:
-        layer = jax.checkpoint(lambda x, w: jnp.tanh(x @ w))
-        for name in names:
-            x = layer(x, params[name])
-        return (x**2).mean()
-
-    params = dict.fromkeys(names, (width, width))
-    return lambda: (params, lambda tokens: ((tokens, width), jnp.float32), loss)
 
 
 def matrix(rows: int, columns: int) -> Callable[[], tuple[Tree, Any, Any]]:
@@ -156,7 +142,6 @@ MODELS: dict[str, tuple[Callable[[], tuple[Tree, Any, Any]], Any]] = {
     "GPT of four wide blocks scanned": (transformer(4, 4096, 32, 8192, 256, checkpoint=False), jnp.float32),
     "Gemma 2B scanned": (transformer(18, 2048, 8, 16384, 256128), jnp.float32),
     "MoE scanned": (transformer(8, 2048, 16, 5504, 32000, experts=8), jnp.float32),
-    "24x4096^2 unrolled, names not in order": (shuffled(24, 4096), jnp.float32),
     "588x1280": (matrix(588, 1280), jnp.float32),  # on a TPU 12 rows are left behind the last whole chunk
     "ViT": (of_zoo(zoo.vit), jnp.float32),
     "ViT, checkpointed": (of_zoo(zoo.vit, checkpoint=True, mapped=False), jnp.bfloat16),
@@ -164,15 +149,6 @@ MODELS: dict[str, tuple[Callable[[], tuple[Tree, Any, Any]], Any]] = {
     "ConvNet, bfloat16": (of_zoo(zoo.convnet), jnp.bfloat16),
     "MLP with biases and norms": (of_zoo(zoo.mlp), jnp.float32),
 }
-
-
-def two_networks(step_of: Callable[..., Any]) -> Callable[[Row], tuple[Any, tuple[Any, ...]]]:
-    def made(row: Row) -> tuple[Any, tuple[Any, ...]]:
-        a, b, tx, ty = array(12, 4096, 4096), array(12, 4096, 4096), row.optimizer[1](), row.optimizer[1]()
-        step = jo.jit(step_of(tx, ty), donate_argnums=(0, 1, 2, 3))
-        return step, (a, b, jo.abstract_state(tx, a), jo.abstract_state(ty, b), array(row.tokens, 4096))
-
-    return made
 
 
 def three_in_a_scan(row: Row) -> tuple[Any, tuple[Any, ...]]:
@@ -219,11 +195,8 @@ def of_a_moved_state(row: Row) -> tuple[Any, tuple[Any, ...]]:
     return jax.jit(step, donate_argnums=(0, 1), out_shardings=out), (params, moved, array(row.tokens, 4096))
 
 
-PAIR = "two networks of 12x4096^2"
 MOVED = "16x4096^2 unrolled, the state moved to the device"
 STEPS: dict[str, Callable[[Row], tuple[Any, tuple[Any, ...]]]] = {
-    f"{PAIR}, simultaneous": two_networks(simultaneous),
-    f"{PAIR}, alternating": two_networks(alternating),
     "8x4096^2 scanned, three steps in a scan": three_in_a_scan,
     "12x(2x4096^2) scanned, four microbatches": of_microbatches,
     MOVED: of_a_moved_state,
@@ -291,11 +264,9 @@ ROWS = [
     Row("12x4096^2 scanned", 512, ZERO, "jo.jit", H200, "zero-1"),
     Row("12x4096^2 scanned", 512, ("clipped adamw", lambda: jo.offload(CLIPPED)), "pipelined", H200, "fsdp"),
     *(Row("12x4096^2 scanned", 512, OFFLOAD, way, V5E) for way in ("jit", "jo.jit")),
-    *(Row(model, MANY, OFFLOAD) for model in STEPS if model.startswith(PAIR)),
     Row(LAYERS, 512, CLIP_OUTSIDE, "jit"),
     *(Row(LAYERS, 512, each, "jit") for each in (MULTI, FINITE, LION)),
     *(Row(SCANNED, 512, each, "jit") for each in (LAMB, MULTI_CLIP, MULTI_SKIP, FINITE, PRODIGY)),
-    Row("24x4096^2 unrolled, names not in order", 512, OFFLOAD, "jit"),
     Row("588x1280", 64, ("adamw, a window of 1 MiB", lambda: jo.offload(ADAMW, window=2**20)), "jit", V5E),
     Row("8x4096^2 scanned, three steps in a scan", MANY, OFFLOAD),
     Row("12x(2x4096^2) scanned, four microbatches", MANY, CLIP, "pipelined"),

@@ -13,7 +13,7 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import jax_offload as jo
-from jax_offload._analysis.compiled import compile_for, prepare, target_of
+from jax_offload._look.compiled import compile_for, prepare, target_of
 
 prepare()
 
@@ -44,11 +44,9 @@ def device_sharding(target: str) -> NamedSharding:
     return NamedSharding(mesh_for(target), PartitionSpec(), memory_kind="device")
 
 
-def array(
-    *shape: int, dtype: Any = jnp.float32, spec: PartitionSpec = PartitionSpec(), n: int = 1, kind: str = "device"
-) -> Any:
+def array(*shape: int, dtype: Any = jnp.float32, spec: PartitionSpec = PartitionSpec(), n: int = 1) -> Any:
     """An abstract array, divided by ``spec`` over ``n`` devices along the axis ``data``."""
-    return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh_for("", (n,)), spec, memory_kind=kind))
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh_for("", (n,)), spec, memory_kind="device"))
 
 
 def scheduled(jitted: Any, args: tuple[Any, ...], name: str = H200) -> str:

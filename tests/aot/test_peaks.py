@@ -107,17 +107,3 @@ def test_no_alias_crosses_memories_and_every_host_leaf_keeps_its_buffer(donated,
     size = 2 * 4 * sum(map(np.prod, SHAPES.values()))
     assert found.errors == ()  # inspect reads the aliases of the compiled program
     assert (found.host, found.host_temp) == (size if donated != "params" else 2 * size, 0)
-
-
-@pytest.mark.parametrize("stacked", [False, True])
-def test_parameters_on_the_host_cross_the_link_once(stacked):
-    """Parameters, gradients and both moments go in, and new values come out. The device holds less than half of one."""
-    require(H200)
-    shapes = {"w": (24, 4096, 4096)} if stacked else {f"w{k}": (4096, 4096) for k in range(24)}
-    params = {name: array(*shape, kind="pinned_host") for name, shape in shapes.items()}
-    size, tx = 24 * 4096**2 * 4, jo.offload(ADAMW)
-    step = jax.jit(lambda params, state, grads: jo.update_params(tx, grads, state, params), donate_argnums=(0, 1))
-    report = jo.inspect(step, params, jo.abstract_state(tx, params), params, target=H200)
-    assert (report.loaded, report.stored) == (4 * size, 3 * size)
-    assert report.peak < size / 2
-    assert report.host_temp == 0 and not report.errors, report.errors

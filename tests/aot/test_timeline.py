@@ -11,8 +11,8 @@ import optax
 import pytest
 
 import jax_offload as jo
-from jax_offload._analysis.hlo import Module
-from jax_offload._analysis.timeline import Program
+from jax_offload._look.hlo import Module
+from jax_offload._look.timeline import Program
 from tests.aot.harness import H200, V5E, array, require, scheduled
 from tests.aot.model import loss, step_of
 

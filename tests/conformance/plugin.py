@@ -53,7 +53,6 @@ def wrap(inner: base.GradientTransformation) -> base.GradientTransformation:
 
     wrapped = tx._replace(update=update)
     _plain[wrapped] = inner
-    _counts["optimizers wrapped"] += 1
     return wrapped
 
 
@@ -202,9 +201,8 @@ class Report:
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         properties = dict(report.user_properties)
-        test = self.tests.setdefault(report.nodeid, {"outcome": "passed", "seconds": 0.0})
+        test = self.tests.setdefault(report.nodeid, {"outcome": "passed"})
         test["label"] = properties.get("label", report.nodeid)
-        test["seconds"] += report.duration
         test["counts"] = properties.get("counts", {})
         if report.failed:
             crash = getattr(report.longrepr, "reprcrash", None)
@@ -215,7 +213,7 @@ class Report:
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
         if report.failed:
             self.tests[report.nodeid] = {
-                "outcome": "failed", "seconds": 0.0, "label": report.nodeid, "counts": {},
+                "outcome": "failed", "label": report.nodeid, "counts": {},
                 "cause": str(report.longrepr),
             }  # fmt: skip
 

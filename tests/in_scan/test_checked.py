@@ -8,11 +8,11 @@ import dataclasses
 import pytest
 
 import jax_offload as jo
-from jax_offload._drive import run as driven
 from jax_offload._emit.find import is_update
 from jax_offload._emit.region import Update
-from jax_offload._interop import pending
-from jax_offload._step import rewritten
+from jax_offload._host import driver as driven
+from jax_offload._rewrite import rewritten
+from jax_offload._step import pending
 from tests.support.steps import ADAMW, assert_as_plain, offloaded, step_of
 
 pytestmark = pytest.mark.filterwarnings("always:jax_offload")

@@ -1,11 +1,13 @@
-"""Steps with several updates: each moves where its gradients are made, with the numbers of optax."""
+"""Steps with several updates: each moves where its gradients are made, with the numbers of optax.
+
+Two networks, each with an optimizer: tests/test_equivalence.py, and which of them move: test_moves.py.
+"""
 
 import jax
 import optax
 import pytest
 
 import jax_offload as jo
-from tests.support.random_steps import FIELDS, complete, differences, reference
 from tests.support.steps import (
     ADAMW,
     CLIPPED,
@@ -19,22 +21,6 @@ from tests.support.steps import (
     offloaded,
 )
 from tests.support.trees import assert_close, copied
-
-KINDS = [kind for kind in dict.fromkeys(FIELDS["second"]) if kind]
-
-
-@pytest.mark.parametrize("inside", [None, "clip"])
-@pytest.mark.parametrize(
-    ("second", "mode"), [*((kind, "jo.jit") for kind in KINDS), ("same gradients", "pipelined, host")]
-)
-def test_two_networks(second, mode, inside):
-    """An optimizer for each: at once and in turn as in a GAN, one in a cond, plain optax beside.
-
-    Which of them move: test_moves.py.
-    """
-    r = complete({"second": second, "inside": inside, "width": 128 if "host" in mode else 64, "layers": 4})
-    found = differences(r, mode, reference(r))
-    assert not found, found[:4]
 
 
 def network(w, x):

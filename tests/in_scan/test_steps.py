@@ -95,24 +95,12 @@ def returning_the_smallest(tx, params, state, batch, value, grads):
     return *jo.update_params(tx, grads, state, params), jnp.abs(grads["layers"]).min()
 
 
-@updating
-def another_in_a_cond(tx, params, state, batch, value, grads):
-    params, state = jo.update_params(tx, grads, state, params)
-    more = lambda: jo.update_params(tx, grads, state, params)  # noqa: E731
-    return *jax.lax.cond(value > 0, more, lambda: (params, state)), value
-
-
 def printing_in_layers(tx):
     def printed(x, w):
         jax.debug.callback(lambda m: None, x.mean())
         return layer(x, w)
 
     return step_of(tx, layer=printed)
-
-
-def inside_jit(tx):
-    step = step_of(tx) if tx is ADAMW else jo.jit(step_of(tx))
-    return lambda params, state, batch: step(params, state, jax.tree.map(lambda x: 2.0 * x, batch))
 
 
 def in_a_loop(tx):
@@ -235,8 +223,6 @@ STEPS = {  # whether the update of the stack moves, or why it does not
     "another loop": (through_a_tower, True),
     "the smallest gradient": (returning_the_smallest, True),
     "raveled gradients": (raveling, "merges its layers with other dimensions; scan over"),
-    "another update in a cond": (another_in_a_cond, "another update runs in a cond of the step, and stays there"),
-    "inside of a jit": (inside_jit, "it runs in a loop of its own, as pieces this small hide little"),  # the head
     "several steps in one": (in_a_loop, True),
     "two updates": (two_updates, "it moves to the host in this step"),
     "gradients in a Ref": (summed_in_a_ref, True),

@@ -24,19 +24,6 @@ def pipelined(step, **options):
     return jo.pipelined(step, donate_argnums=(0, 1), **options)
 
 
-def test_finish_and_start_at_any_step():
-    tx, batches = offloaded(CLIPPED), list(map(batch, range(6)))
-    wanted, losses = loop(step_of(CLIPPED, "update"), (parameters(), CLIPPED.init(parameters())), batches)
-    train, carried, returned = pipelined(step_of(tx)), (parameters(), tx.init(parameters())), []
-    for part in (batches[:1], batches[1:4], batches[4:]):
-        carry, some = advance(train, carried, part)
-        carried = train.finish(carry)
-        returned += some
-        assert_close(carried[0], wanted[len(returned) - 1][0], 1e-4)  # early stopping
-    np.testing.assert_allclose(now(returned), losses, rtol=0, atol=1e-5)
-    assert [aux.step for aux in returned] == [0, 0, 1, 2, 0, 1]
-
-
 @pytest.mark.parametrize(("what", "gradients"), [("the carry", "host"), ("what finish gives", "device")])
 def test_resume_from_a_checkpoint(what, gradients, tmp_path):
     """In a process of its own the restored carry has a program of that process: here, another ``pipelined``."""

@@ -46,26 +46,12 @@ from tests.support.trees import assert_close, copied, kinds, shardings_in
 BATCHES = [batch(k) for k in range(5)]
 
 
-def plain_of(tx: Any) -> Any:
-    return step_of(tx, "update")
-
-
-KINDS = {  # offloaded, plain, the step, how gradients wait, whether the update moves into the forward scan
-    "clipped, gradients on the host": (offloaded(CLIPPED), CLIPPED, plain_of, "host", True),
-    "clipped": (offloaded(CLIPPED), CLIPPED, step_of, "device", True),
-    "unrolled, gradients on the host": (
-        offloaded(CLIPPED), CLIPPED, lambda tx: step_of(tx, unrolled=True), "host", False),
-    "on the cores": (offloaded(CLIPPED, update_on="host"), CLIPPED, step_of, "host", False),
-}  # fmt: skip
-
-
 @pytest.mark.oldest("the turned step")
-@pytest.mark.parametrize("name", KINDS)
-def test_kinds_of_steps(name):
-    tx, plain, make, gradients, scan = KINDS[name]
-    table = assert_as_plain(make, tx, plain, jo.pipelined, batches=BATCHES, gradients=gradients)
-    inside = {path: there for path, there in moved(table, IN_FORWARD).items() if "layers" in path}
-    assert set(inside.values()) == {scan}
+def test_what_waits_is_updated_on_the_cores():
+    """The other ways: tests/test_equivalence.py."""
+    assert_as_plain(
+        step_of, offloaded(CLIPPED, update_on="host"), CLIPPED, jo.pipelined, batches=BATCHES, gradients="host"
+    )
 
 
 def test_a_hyperparameter_changed_between_finish_and_start():

@@ -1,6 +1,6 @@
 """One of several processes that save arrays together, restore them cut otherwise, and then find them damaged.
 
-python tests/support/checksums.py FOLDER PORT PROCESSES PROCESS
+python -m tests.support.checksums FOLDER PORT PROCESSES PROCESS
 """
 
 import sys

@@ -5,6 +5,7 @@ python -m tests.support.disk_of_processes WHAT FOLDER PROCESSES PROCESS PORT
 
 import errno
 import os
+import shutil
 import signal
 import sys
 import zlib
@@ -20,7 +21,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_offload as jo
-from tests.disk.faulty import Faulty, no_fault
+from tests.disk.faulty import Faulty, error, no_fault
 from tests.support.sizes import set_sizes
 from tests.support.trees import is_on_disk, shardings_in
 
@@ -221,12 +222,15 @@ def of_another_number(folder):
 
 
 def mortal(name, n):
-    """Ends this process, as ``kill -9`` does, before a file of this name takes its place for the ``n``-th time."""
+    """Ends this process, as ``kill -9`` does, before a file of this name takes its place for the ``n``-th time.
+
+    With the name "any" it ends before call number ``n`` of the system's.
+    """
     left = n
 
     def fault(call, path, *arguments):
         nonlocal left
-        if call == "replace" and path.name == name:
+        if name == "any" or (call == "replace" and path.name == name):
             left -= 1
             if left == 0:
                 os.kill(os.getpid(), signal.SIGKILL)
@@ -274,6 +278,40 @@ def failing(folder):
     *_, found = trained(step, tree["params"], tree["state"], 2, 4)
     np.testing.assert_array_equal(found, want)
     disk.close()
+
+
+def committing(folder):
+    """A commit that fails in one process is an error in both, and directories that are not of one run are told of."""
+    me, files, tree = jax.process_index(), Faulty(folder / "disk"), None
+    for name in ("disk", "other"):
+        disk = jo.disk(folder / name)
+        tx, params = jo.offload(INNER, min_bytes=0, disk=disk), model("fsdp")
+        tree = {"params": params, "state": tx.init(params)}
+        disk.commit(1, tree)
+        if name == "disk":
+            with pytest.raises((TypeError, ValueError), match=r"tree: \['more'\] is a object"):
+                disk.commit(2, tree | {"more": object() if me == 0 else 1})
+            disk.commit(2, tree)  # nothing has stopped
+            files.fault = error(errno.ENOSPC, "sync", file="manifest.next.json") if me == 1 else no_fault
+            with pytest.raises((OSError, ValueError)) as raised:
+                disk.commit(3, tree)
+            files.fault = no_fault
+            assert isinstance(raised.value, OSError) == (me == 1)
+            assert me == 1 or "failed in 1 of 2 processes. Process 1: OSError" in str(raised.value)
+            with pytest.raises(ValueError, match="stopped when a commit failed"):
+                disk.commit(4, tree)
+            assert disk.last_commit == 2
+        disk.close()
+    place, there = folder / "disk" / "process-1-of-2", folder / "other" / "process-1-of-2"
+    for change, said in (
+        (lambda: shutil.move(place, folder / "away"), r"process 0 has step \d, process 1 has none. Is a disk mounted"),
+        (lambda: shutil.copytree(there, place), "no commit of the same run"),
+    ):
+        multihost_utils.sync_global_devices("before")
+        change() if me == 0 else None
+        multihost_utils.sync_global_devices("changed")
+        with pytest.raises(ValueError, match=said):
+            print(jo.disk(folder / "disk").last_commit)
 
 
 def train(folder, name="", n="0", process="0"):

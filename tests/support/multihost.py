@@ -1,6 +1,6 @@
 """Runs examples/multihost_lm.py in one of several processes and writes what this process sees of the result.
 
-python tests/support/multihost.py REPORT.json [arguments of the example]
+python -m tests.support.multihost REPORT.json [arguments of the example]
 """
 
 import json

@@ -1,6 +1,6 @@
 """Trains in one of several processes, and writes what this process sees of it.
 
-    python tests/support/multihost_steps.py REPORT.json KIND HOW [--coordinator ADDRESS --processes N --process-id I]
+    python -m tests.support.multihost_steps REPORT.json KIND HOW [--coordinator ADDRESS --processes N --process-id I]
 
 KIND is ``device`` or ``host``, where the gradients of ``jo.pipelined`` wait; or ``clipped`` or ``lamb``, which the
 cores update. Then all of a process's CPU devices but the last stand for accelerators, and the last one stands for the

@@ -32,11 +32,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import pytest
 from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from optax import contrib
 
 import jax_offload as jo
+from tests.support.sizes import set_sizes
+from tests.support.trees import is_on_disk, read
 
 AWAY = "parameters on the host"
 MODES = (
@@ -120,12 +123,13 @@ FIELDS: dict[str, tuple[Any, ...]] = {
     "host_bytes": (0, 0, 3000),
     "order": (None, None, None, "rules"),
     "storage": (None,) * 9 + ("bfloat16", "int8", "float16", "float8_e5m2", "float8_e4m3fn"),
+    "pieces": ("as ever", "small"),  # small: a driven update goes slice by slice, and a stack by its rows
 }  # fmt: skip
 
 # Plain optax returns the same values by name, whatever these are.
 FREE = (
     "x64 by", "form", "order of arguments", "order of results", "results", "finishes", "static by", "donate by",
-    "fraction", "select", "min_bytes", "window", "host_bytes", "order",
+    "fraction", "select", "min_bytes", "window", "host_bytes", "order", "pieces",
 )  # fmt: skip
 
 
@@ -392,6 +396,28 @@ def by_rates() -> optax.GradientTransformation:
     return optax.chain(optax.adamw(1e-2), optax.GradientTransformation(lambda p: optax.EmptyState(), update))
 
 
+def keeping_gradients(all_of_them: bool) -> optax.GradientTransformation:
+    """A transformation that keeps the last gradients, which are made before any state is read, and the ones before."""
+
+    def init(params: Any) -> Any:
+        return {"last": jax.tree.map(jnp.zeros_like, params), "before": jax.tree.map(jnp.ones_like, params)}
+
+    def update(updates: Any, state: Any, params: Any = None) -> Any:
+        scaled = jax.tree.map(
+            lambda g, a, b: 1e-2 * (g + a + 2 * b).astype(g.dtype), updates, state["last"], state["before"]
+        )
+        before = state["before"] if all_of_them else jax.tree.map(lambda a: a + 1, state["last"])
+        return scaled, {"last": updates, "before": before}
+
+    return optax.GradientTransformation(init, update)
+
+
+def without_means() -> optax.GradientTransformation:
+    """Momentum less the means of its columns: each needs all rows."""
+    columns = optax.stateless(lambda g, _: jax.tree.map(lambda x: x - x.mean(axis=0, keepdims=True), g))
+    return optax.chain(optax.trace(0.9), columns, optax.scale(-1e-2))
+
+
 def with_slow_weights() -> optax.GradientTransformation:
     """A transformation that keeps parameters in its state, and takes them over every third step, like lookahead."""
 
@@ -441,6 +467,9 @@ OPTIMIZERS: dict[str, Callable[[], optax.GradientTransformation]] = {
     "lars": lambda: optax.chain(optax.lars(1e-1, weight_decay=1e-3), optax.apply_every(2)),
     "rprop": lambda: optax.rprop(1e-3),
     "simplified_ademamix": lambda: contrib.simplified_ademamix(1e-4),
+    "shifting": lambda: keeping_gradients(False),
+    "shifting and keeping": lambda: keeping_gradients(True),
+    "means of columns": without_means,
 }
 
 
@@ -505,7 +534,8 @@ def options(r: Recipe, params: Any, mode: str, folder: Path) -> dict[str, Any]:
         found["storage"] = {"mu": "int8"} if r["storage"] == "int8" else r["storage"]
     if r["mesh"] in ("ZeRO-1", "explicit ZeRO-1"):
         found["shard_over"] = "d"
-    found |= {"cores": {"update_on": "host"}, "hybrid": {"update_on": 0.5}}.get(mode, {})
+    rules = [(re.escape(first), "host"), (".*", 0.5)] if r["pieces"] == "small" else 0.5
+    found |= {"cores": {"update_on": "host"}, "hybrid": {"update_on": rules}}.get(mode, {})
     if mode == "disk":
         OPEN.append(jo.disk(folder, host_bytes=r["host_bytes"]))
         found["disk"] = OPEN[-1]
@@ -526,94 +556,34 @@ def transformation(r: Recipe, params: Any, mode: str, folder: Path, *, plain: bo
 # ---- where a state belongs -------------------------------------------------------------------------------------------
 
 
-class Placed:
-    """A leaf of an offloaded state where ``init`` has put it, and the path and the parameter that it belongs to."""
-
-    def __init__(self, path: str, leaf: Any, params: dict[str, Any]) -> None:
-        self.path, self.leaf = re.sub(r"\.(values|values_scale)$", "", path), leaf  # of a leaf with storage=
-        found = [(re.search(re.escape(name) + r"(\[\d+\])*$", self.path), name) for name in params]  # sm3 has lists
-        owners = [(hit.start(), -len(name), name) for hit, name in found if hit]
-        self.owner = min(owners)[-1] if owners else None
-        self.param = params.get(self.owner) if self.owner else None
-        self.nbytes = math.prod(leaf.shape) * leaf.dtype.itemsize if is_array(leaf) else 0
-
-    @property
-    def like_param(self) -> bool:
-        return self.param is not None and self.param.shape == self.leaf.shape
-
-    def is_large(self, r: Recipe) -> bool:
-        """Whether this leaf does not stay as it is whatever the other options say."""
-        least = 2**16 if r["min_bytes"] is None else r["min_bytes"]
-        if not is_array(self.leaf) or not self.leaf.shape or not self.nbytes or self.nbytes < least:
-            return False
-        return not jnp.issubdtype(self.leaf.dtype, jax.dtypes.prng_key)
-
-    def is_eligible(self, r: Recipe, first: str) -> bool:
-        """Whether the docs of ``jo.offload`` say that this leaf may leave the device."""
-        if not self.is_large(r):
-            return False
-        if r["select"] is None:
-            return True
-        if self.param is None:
-            return False
-        name = re.sub(r"[^\w]+", "/", self.owner).strip("/")
-        match r["select"]:
-            case "w":
-                return first in name
-            case "callable":
-                return name == first or len(self.leaf.shape) > 2
-        return self.param.ndim >= 2
-
-
-def offloaded_in(r: Recipe, state: Any) -> Any:
-    """The part of a new state that ``jo.offload`` has made, inside of what is ``outside``."""
-    match r["outside"]:
-        case "clip" | "adaptive clip" | "clip by block":
-            return state[1]
-        case "apply_if_finite":
-            return state.inner_state
-        case "masked":
-            return state[0].inner_state
-        case "partition":
-            return state.inner_states["matrix"].inner_state
-        case "inject":
-            return state.inner_state[0]
-        case "ema":
-            return state[0]
-    return state
-
-
 def misplaced(r: Recipe, mode: str, state: Any, params: Any) -> Iterator[str]:
     """What of a new state is elsewhere than the options say; nothing of this is read from the package."""
-    others = sum(where != "device" for where in kinds_of_memory(state))
-    state = offloaded_in(r, state)
-    others -= sum(where != "device" for where in kinds_of_memory(state))
-    if others:
-        yield f"{others} leaves left the device that are not of the offloaded optimizer"
-    paths = jax.tree_util.tree_leaves_with_path(params)
-    by_path = {jax.tree_util.keystr(path): x for path, x in paths}
-    first = jax.tree_util.keystr(paths[0][0], simple=True, separator="/")
-    marked = jax.tree_util.tree_flatten_with_path(state, is_leaf=is_token)[0]
-    leaves = [Placed(jax.tree_util.keystr(path), x, by_path) for path, x in marked]
-    eligible = [x for x in leaves if x.is_eligible(r, first)]
-    away: dict[str, list[Placed]] = {"disk": [], "pinned_host": [], "device": []}
-    for x, where in zip(leaves, kinds_of_memory(state), strict=True):
-        away[where].append(x)
-    moved = away["disk"] + away["pinned_host"]
-    yield from (f"{x.path} left the device" for x in moved if x not in eligible)
-    size = lambda xs: sum(x.nbytes for x in xs)  # noqa: E731
-    wrong = abs(size(moved) - r["fraction"] * size(eligible))
-    if wrong > (max((x.nbytes for x in eligible), default=0) / 2 if 0 < r["fraction"] < 1 else 0):
-        yield f"{size(moved)} bytes left the device, of {size(eligible)} that may, with fraction={r['fraction']}"
-    if (mode != "disk" and away["disk"]) or (mode == "disk" and size(away["pinned_host"]) > r["host_bytes"]):
-        yield f"{size(away['disk'])} bytes are on disk, {size(away['pinned_host'])} in host memory"
-    for x in leaves:
-        if r["mesh"] is None or not x.like_param or not isinstance(x.leaf, jax.Array):
-            continue
-        over = "ZeRO-1" in r["mesh"] and x.is_large(r) and any(n % 2 == 0 for n in x.leaf.shape)
-        want, got = (math.prod(y.sharding.shard_shape(y.shape)) for y in (x.param, x.leaf))
-        if got != (want // 2 if over else want):
-            yield f"{x.path} is divided into {got} elements a device"
+    least = 2**16 if r["min_bytes"] is None else r["min_bytes"]
+
+    def size(leaves: list[Any]) -> int:
+        return sum(math.prod(x.shape) * x.dtype.itemsize for x in leaves)
+
+    def may_leave(x: Any) -> bool:
+        return bool(x.shape) and size([x]) >= max(least, 1) and not jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+
+    leaves = [x for x in jax.tree.leaves(state, is_leaf=is_on_disk) if is_array(x)]
+    on_disk, on_host = ([x for x in leaves if kinds_of_memory(x) == [kind]] for kind in ("disk", "pinned_host"))
+    moved, large = on_disk + on_host, [x for x in leaves if may_leave(x)]
+    yield from (f"a leaf of shape {x.shape} left the device" for x in moved if not may_leave(x))
+    if (mode != "disk" and on_disk) or (mode == "disk" and size(on_host) > r["host_bytes"]):
+        yield f"{size(on_disk)} bytes are on disk, {size(on_host)} in host memory"
+    if r["outside"] not in (None, "clip", "adaptive clip", "clip by block"):
+        return  # which has leaves of its own that stay as they are
+    wrong = abs(size(moved) - r["fraction"] * size(large))
+    most = max((size([x]) for x in large), default=0) / 2 if 0 < r["fraction"] < 1 else 0
+    if r["select"] is None and wrong > most:
+        yield f"{size(moved)} bytes left the device, of {size(large)} that may, with fraction={r['fraction']}"
+    for x in leaves if r["mesh"] else []:
+        alike = [p for p in jax.tree.leaves(params) if p.shape == x.shape and isinstance(x, jax.Array)]
+        over = 2 if "ZeRO-1" in r["mesh"] and may_leave(x) and any(n % 2 == 0 for n in x.shape) else 1
+        parts_of = lambda x: math.prod(x.sharding.shard_shape(x.shape))  # noqa: E731
+        if alike and parts_of(x) not in {parts_of(p) // over for p in alike}:
+            yield f"a leaf of shape {x.shape} is divided into {parts_of(x)} elements a device"
 
 
 # ---- the step --------------------------------------------------------------------------------------------------------
@@ -704,6 +674,10 @@ class Step:
         if kind is None:
             return jax.sharding.SingleDeviceSharding(jax.devices()[0])
         types = (AxisType.Explicit if "explicit" in kind else AxisType.Auto,)
+        if kind == "two axes":
+            mesh = jax.make_mesh((2, 2), ("d", "t"), axis_types=types * 2, devices=jax.devices()[:4])
+            spec = ["d", "t"] if len(shape) >= 2 and shape[-1] % 2 == shape[-2] % 2 == 0 else [None] * len(shape)
+            return NamedSharding(mesh, PartitionSpec(*[None] * (len(shape) - len(spec)), *spec))
         mesh = jax.make_mesh((2,), ("d",), axis_types=types, devices=jax.devices()[:2])
         divided = kind == "fsdp" and len(shape) >= 2 and shape[-1] % 2 == 0
         return NamedSharding(mesh, PartitionSpec(*[None] * (len(shape) - 1), "d") if divided else PartitionSpec())
@@ -966,56 +940,40 @@ def compiles() -> int:
 
 
 def is_array(x: Any) -> bool:
-    return isinstance(x, jax.Array) or is_token(x)
+    return isinstance(x, jax.Array) or is_on_disk(x)
 
 
 def kinds_of_memory(tree: Any) -> list[str]:
-    leaves = jax.tree.leaves(tree, is_leaf=is_token)
-    return ["disk" if is_token(x) else getattr(getattr(x, "sharding", None), "memory_kind", "device") for x in leaves]
-
-
-def is_token(x: Any) -> bool:
-    """Whether ``x`` stands for a leaf on disk."""
-    return type(x).__name__ == "OnDisk"
-
-
-def read(tree: Any) -> Any:
-    """The values of a tree, wherever its leaves are."""
-
-    def value(x: Any) -> Any:
-        if isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
-            return np.asarray(jax.random.key_data(x))
-        return np.array(x)
-
-    return jax.tree.map(value, tree, is_leaf=is_token)
+    leaves = jax.tree.leaves(tree, is_leaf=is_on_disk)
+    return ["disk" if is_on_disk(x) else getattr(getattr(x, "sharding", None), "memory_kind", "device") for x in leaves]
 
 
 def types(tree: Any) -> Any:
     """What a result is: an array, its type, and whether it is weak."""
 
     def of(x: Any) -> str:
-        if isinstance(x, jax.Array) or is_token(x):
-            return f"{np.dtype(x.dtype) if is_token(x) else x.dtype}{' weak' * getattr(x, 'weak_type', False)}"
+        if isinstance(x, jax.Array) or is_on_disk(x):
+            return f"{np.dtype(x.dtype) if is_on_disk(x) else x.dtype}{' weak' * getattr(x, 'weak_type', False)}"
         return f"{type(x).__name__} {getattr(x, 'dtype', '')}"
 
-    return jax.tree.map(of, tree, is_leaf=is_token)
+    return jax.tree.map(of, tree, is_leaf=is_on_disk)
 
 
 def places(tree: Any) -> Any:
     """The kind of memory of each leaf, and its devices."""
 
     def of(x: Any) -> str:
-        if is_token(x):
+        if is_on_disk(x):
             return "disk"
         return f"{x.sharding.memory_kind} on {sorted(d.id for d in x.sharding.device_set) if x.ndim else 'any'}"
 
-    return jax.tree.map(of, tree, is_leaf=is_token)
+    return jax.tree.map(of, tree, is_leaf=is_on_disk)
 
 
 def parts(tree: Any) -> Any:
     """The shape of a device's part of each leaf."""
     of = lambda x: x.sharding.shard_shape(x.shape) if hasattr(x, "sharding") and x.ndim else None  # noqa: E731
-    return [of(x) for x in jax.tree.leaves(tree, is_leaf=is_token)]
+    return [of(x) for x in jax.tree.leaves(tree, is_leaf=is_on_disk)]
 
 
 class Record:
@@ -1082,6 +1040,9 @@ def run(r: Recipe, mode: str, folder: Path) -> Record:
     """Some calls of a step, each of the results of the one before."""
     with contextlib.ExitStack() as contexts:
         contexts.enter_context(x64(r["dtype"] == "float64", r["x64 by"]))
+        if r["pieces"] == "small":
+            patch = contexts.enter_context(pytest.MonkeyPatch.context())
+            set_sizes(patch.setattr, group=1, part=4 * r["width"] ** 2 * jnp.dtype(r["dtype"].split()[0]).itemsize)
         step = Step(r, mode, folder)
         if "explicit" in str(r["mesh"]):
             contexts.enter_context(jax.set_mesh(step.sharding().mesh))
@@ -1090,20 +1051,24 @@ def run(r: Recipe, mode: str, folder: Path) -> Record:
         return jitted(step)
 
 
+def options_of_jit(step: Step, names: list[str]) -> dict[str, Any]:
+    """How a step is jitted that donates the arguments of these names, whose order does not matter."""
+    r = step.r
+    if r["donate by"] == "name":
+        found: dict[str, Any] = {"donate_argnames": sorted(names, key=lambda name: zlib.crc32(name.encode()))}
+    else:
+        found = {"donate_argnums": tuple(step.arguments.index(name) for name in names)}
+    if r["static"]:
+        at = step.arguments.index("flag") - len(step.arguments) * (r["static by"] == "negative")
+        found |= {"static_argnames": "flag"} if r["static by"] == "name" else {"static_argnums": at}
+    return found
+
+
 def jitted(step: Step) -> Record:
     r, record = step.r, Record(step)
     jit = jax.jit if step.mode in ("plain", "jax.jit") else jo.jit
     names = donated(step)
-    kwargs: dict[str, Any] = {}
-    if r["donate by"] == "name":
-        kwargs["donate_argnames"] = names
-    else:
-        kwargs["donate_argnums"] = tuple(step.arguments.index(name) for name in names)
-    if r["static"]:
-        at = step.arguments.index("flag")
-        at = at - len(step.arguments) if r["static by"] == "negative" else at
-        kwargs |= {"static_argnames": "flag"} if r["static by"] == "name" else {"static_argnums": at}
-    call = jit(step.function, **kwargs)
+    call = jit(step.function, **options_of_jit(step, names))
     carried = step.carried
     home = None if step.mode == "plain" else places(carried)
     for k in range(CALLS):
@@ -1115,8 +1080,6 @@ def jitted(step: Step) -> Record:
         if r["batch"] == "keyword":
             at = step.arguments.index("batch")
             by_name = {name: given[name] for name in step.arguments[at:] if name in given}
-            if r["static"] and r["static by"] != "name" and "flag" in by_name:
-                by_name["flag"] = given["flag"]
             result = call(*[given[name] for name in step.arguments[:at]], **by_name)
         else:
             result = call(*given.values())
@@ -1145,16 +1108,10 @@ def pipelined(step: Step) -> Record:
     # A program updates by the flag of one call and differentiates by that of the next.
     counted = r["outside"] is None and r["second"] != "plain beside" and r["static"] in (None, "default")
     carried = [name for name in step.arguments if name in step.carried]
-    if r["donate by"] == "name":
-        # the order does not matter
-        how: dict[str, Any] = {"donate_argnames": sorted(carried, key=lambda name: zlib.crc32(name.encode()))}
-    else:
-        how = {"donate_argnums": [step.arguments.index(name) for name in carried]}
-    if r["static"]:
-        at = step.arguments.index("flag") - len(step.arguments) * (r["static by"] == "negative")
-        how |= {"static_argnames": "flag"} if r["static by"] == "name" else {"static_argnums": at}
     train = jo.pipelined(
-        step.function, **how, gradients="host" if step.mode.startswith("pipelined, host") else "device"
+        step.function,
+        **options_of_jit(step, carried),
+        gradients="host" if step.mode.startswith("pipelined, host") else "device",
     )
     home, results = places(step.carried), dict(step.carried)
     nows, lates = list[Any](), list[Any]()

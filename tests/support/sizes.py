@@ -1,7 +1,7 @@
 """How much a driven step moves at once, made small for tests. Users have no option for it, so it is set from inside."""
 
-from jax_offload._drive import stages
-from jax_offload._plan import transfers
+from jax_offload._host import stages
+from jax_offload._schedule import transfers
 
 
 def set_sizes(set_=setattr, *, group=None, part=None):

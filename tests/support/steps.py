@@ -126,7 +126,6 @@ def assert_as_plain(
     *,
     params: Any = None,
     batches: Sequence[Any] = (),
-    plain_make: Callable[[Any], Any] | None = None,
     rtol: float = 1e-4,
     **options: Any,
 ) -> jo.types.Placement:
@@ -136,14 +135,13 @@ def assert_as_plain(
       make: from an optimizer to a step of (params, state, batch) that returns (params, state, others).
       tx, plain: the optimizer with and without ``jo.offload``.
       way: ``jo.jit`` or ``jo.pipelined``; ``options`` are its own.
-      plain_make: the step of plain optax, where it is written in other words.
 
     Returns:
       The placement of our step.
     """
     params, batches = params or parameters(), batches or [batch(k) for k in range(3)]
     state = tx.init(params)
-    wanted, others = loop((plain_make or make)(plain), (params, plain.init(params)), batches)
+    wanted, others = loop(make(plain), (params, plain.init(params)), batches)
     step = way(make(tx), **{"donate_argnums": (0, 1)} | options)
     table = jo.placement(step, params, state, batches[0])
     assert not table.unknown, table.unknown

@@ -45,8 +45,13 @@ def handles(state: Any) -> list[Any]:
 
 
 def read(tree: Any) -> Any:
-    """The values of all leaves, those on disk too."""
-    return jax.tree.map(np.asarray, tree, is_leaf=is_on_disk)
+    """Copies of the values of all leaves, those on disk too, and of the data of keys."""
+
+    def value(x: Any) -> Any:
+        is_key = isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+        return np.array(jax.random.key_data(x) if is_key else x)
+
+    return jax.tree.map(value, tree, is_leaf=is_on_disk)
 
 
 def assert_equal(got: Any, want: Any) -> None:

@@ -1,1 +1,0 @@
-"""Look at steps: what they will cost and what they really do. Nothing here decides anything."""

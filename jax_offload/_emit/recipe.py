@@ -1,0 +1,359 @@
+"""The usual recipe, which loads everything, updates and stores everything, and how it becomes a streamed update.
+
+The recipes of ``offload`` and ``update_params`` are made of the functions at the end: where values are, how they are
+divided, and what skips. A recipe is traced. The offloads inside it are equations of the trace, which carry their own
+recipes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Sequence
+from itertools import accumulate
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+from jax.tree_util import keystr
+
+from jax_offload._disk.placeholder import not_from_disk
+from jax_offload._emit.find import holds_update, updates_in, without_updates
+from jax_offload._emit.region import Update, bound
+from jax_offload._program.arrays import is_array, is_like
+from jax_offload._program.barriers import opaque
+from jax_offload._program.branches import without_branches
+from jax_offload._program.jaxprs import Literal, jaxpr_of
+from jax_offload._program.memory import is_host_aval, on_host, stored, to_device, to_host
+from jax_offload._program.paths import key_of, leaves_with_paths, owners
+from jax_offload._program.program import Program, Var, flat, without_round_trips
+from jax_offload._program.shardings import (
+    Layouts,
+    Shards,
+    devices_of,
+    is_explicit,
+    is_manual,
+    shards_of,
+    typed_sharding,
+    types_tell,
+)
+from jax_offload._program.trace import LARGE, production_of
+from jax_offload._schedule.options import Claim, Options, backward_ranks, claimed, merged
+from jax_offload._state.arguments import check_on_device
+from jax_offload._state.placement import Leaf
+from jax_offload._state.zero import resharded
+
+
+def streamed(
+    recipe: Callable[..., tuple[Any, ...]],
+    args: tuple[Any, ...],
+    *,
+    next_of: tuple[int, ...],
+    options: Options | None = None,
+) -> Any:
+    """Run ``recipe(*args)`` with host leaves loaded, used and stored slice by slice.
+
+    Args:
+      recipe: a function of (updates, state, params, extra arguments).
+      args: its arguments; values that are not arrays become part of the program.
+      next_of: for each tree that the recipe returns, the number of the argument whose next value it is.
+      options: the options of the recipe's ``offload``; ``None`` if each ``offload`` inside has its own.
+    """
+    updates, state, params, *rest = args
+    # A number in host memory would put all values made of it, such as a bias correction, behind a pass of its own.
+    state = jax.tree.map(lambda x: to_device(x) if is_array(x) and on_host(x) and not np.ndim(x) else x, state)
+    args = updates, state, params, *rest
+    # Sharded further before anything else: the reduction then scatters them, and only parts are alive.
+    if options is not None:
+        args = (resharded(updates, options.partitions, params), state, params, *rest)
+    trace = traced(recipe, args, options)
+    given = merged([each.options for each in trace.claims])
+    if given.partitions and options is None and not types_tell(updates):
+        args = (resharded(updates, given.partitions, params), state, params, *rest)
+    update = _update(trace, given, updates, state, params, next_of)
+    return jax.tree.unflatten(trace.out_tree, bound(update, trace.operands(args)))
+
+
+def _update(traced: Traced, given: Options, updates: Any, state: Any, params: Any, next_of: tuple[int, ...]) -> Update:
+    """Make an update, which is not emitted yet, of the recipe's trace. ``updates`` are not divided yet."""
+    program = dataclasses.replace(traced.program, shards=traced.of_inputs(_shards(given, updates, state, params)))
+    next_values = _next_values(traced, program.outputs, next_of, updates, given.partitions)
+    produced = production_of(jax.tree.leaves(updates))
+    owner_of = owners(state, updates)
+    order = _in_order(traced, updates, owner_of, produced.order)
+    place = {i: k for k, i in enumerate(order)}
+    whose = [*range(traced.starts[1]), *owner_of, *owners(params, updates)]
+    rank = [(len(place) if i is None else place[i]) * len(whose) + k for k, i in enumerate(whose)]
+    names = [keystr(path, simple=True, separator="/") for path, _ in leaves_with_paths(state)]
+    own, named = traced.of_inputs(rank), traced.of_inputs([None] * traced.starts[1] + names)
+    return Update(
+        program,
+        tuple(v for i in order if (v := traced.inputs[i]) is not None),
+        _take_turns(given, updates, produced.constrained),
+        named | {new: named[old] for new, old in next_values.items() if old in named},
+        next_values,
+        traced.claims,
+        own,
+        is_manual(),
+        backward=produced.backward,
+        ordered=produced.order is not None,
+    )
+
+
+def _next_values(
+    traced: Traced, outputs: Sequence[Any], next_of: tuple[int, ...], updates: Any, partitions: Layouts
+) -> dict[Var, Var]:
+    """Map each result to the input whose next value it is, and whose buffer it may take."""
+    paths = [key_of(path) for path, _ in jax.tree_util.tree_flatten_with_path(updates)[0]]
+    found, result = dict[Var, Var](), 0
+    for tree, argument in zip(traced.out_tree.children(), next_of, strict=True):
+        given = traced.leaves(argument)
+        for k, place in _same_places(tree, traced.trees[argument]):
+            out, old = outputs[result + k], given[place]
+            replicated = argument == 0 and paths[place] in partitions  # larger than the gradient
+            if old is not None and not replicated and not isinstance(out, Literal):
+                found[out] = old
+        result += tree.num_leaves
+    return found
+
+
+def _same_places(new: Any, old: Any) -> list[tuple[int, int]]:
+    """Pair the numbers of the leaves that have the same path in two trees: an update may add leaves to a state."""
+    if new == old:
+        return [(k, k) for k in range(new.num_leaves)]
+    paths = [jax.tree_util.tree_flatten_with_path(tree.unflatten(range(tree.num_leaves)))[0] for tree in (old, new)]
+    places = {path: k for path, k in paths[0]}
+    return [(k, places[path]) for path, k in paths[1] if path in places]
+
+
+def _in_order(traced: Traced, updates: Any, owner_of: Sequence[int | None], produced: list[int] | None) -> list[int]:
+    """Return the numbers of the gradients in the order of the backward pass.
+
+    The ``order`` of an ``offload`` sorts the gradients of its own leaves; if there is only one, it also sorts gradients
+    without a state. The others keep their places.
+    """
+    of, said = claimed(traced.claims), dict[int, tuple[str, ...] | None]()
+    for v, i in zip(traced.leaves(1), owner_of, strict=True):
+        if v is not None and i is not None and (claim := of.get(v)) is not None:
+            said.setdefault(i, claim.options.order)
+    rank = backward_ranks(updates, None, produced)
+    in_order = sorted(range(len(rank)), key=rank.__getitem__)
+    orders = dict.fromkeys(order for order in said.values() if order)
+    for order in orders:
+        rank, one = backward_ranks(updates, order), len(orders) == 1
+        places = [at for at, i in enumerate(in_order) if said.get(i, order if one else None) == order]
+        for at, i in zip(places, sorted((in_order[at] for at in places), key=rank.__getitem__), strict=True):
+            in_order[at] = i
+    return in_order
+
+
+def _take_turns(options: Options, updates: Any, constrained: Sequence[bool]) -> bool:
+    """Whether gradients may wait for each other.
+
+    Not if one is divided between devices, by a known sharding or an unknown one, or while it is updated (ZeRO-1): each
+    part of a norm would be a collective. ``constrained`` says which gradients the trace has put into a sharding.
+    """
+    leaves = jax.tree_util.tree_flatten_with_path(updates)[0]
+    for (path, x), placed in zip(leaves, constrained, strict=True):
+        if not is_array(x) or x.size < LARGE:
+            continue
+        key, typed = key_of(path), typed_sharding(jax.typeof(x))
+        explicit = typed is not None and is_explicit(typed.mesh)
+        sharding = typed if explicit else options.partitions.get(key) or options.shardings.get(key)
+        unknown = devices_of(x) > 1 and (sharding is None or placed)
+        if unknown or key in options.partitions or math.prod(shards_of(sharding, x.shape)) > 1:
+            return False
+    return True
+
+
+def _shards(options: Options, updates: Any, state: Any, params: Any) -> list[Shards | None]:
+    """Return how every leaf of (updates, state, params) is divided, where that is known."""
+    like = updates if params is None else params
+    flat = jax.tree_util.tree_flatten_with_path(like)[0]
+    own = {path: shards_of(options.shardings.get(key_of(path)), np.shape(x)) for path, x in flat}
+    shapes = {path: np.shape(x) for path, x in flat}
+    sharded = {path: shards_of(s, shapes[path]) for path in own if (s := options.partitions.get(key_of(path)))}
+    found: list[Shards | None] = []
+    for tree, known in (updates, own | sharded), (state, own | sharded), (params, own):
+        for (path, x), i in zip(leaves_with_paths(tree), owners(tree, like), strict=True):
+            typed = typed_sharding(jax.typeof(x)) if is_array(x) else None
+            if typed is not None and is_explicit(typed.mesh):
+                found.append(shards_of(typed, x.shape))
+            elif i is None or not is_like(keystr(path), np.shape(x), np.shape(flat[i][1])):
+                found.append(None)
+            else:
+                shards = known[flat[i][0]]
+                # what does not divide evenly, scales of blocks, is not divided: see `fitted`
+                found.append(tuple(k if n % k == 0 else 1 for n, k in zip(np.shape(x), shards, strict=True)))
+    return found
+
+
+@dataclasses.dataclass(frozen=True)
+class Traced:
+    """The trace of a recipe.
+
+    Attributes:
+      program: the traced program; its inputs, except the constants, are the arrays among the arguments' leaves.
+      out_tree: the tree of the results.
+      trees: the trees of the arguments.
+      inputs: for each leaf of the arguments its variable in the program; ``None`` if it is no array.
+      claims: the claims of the ``offload`` whose recipe it is, and of the offloads in it.
+    """
+
+    program: Program
+    out_tree: Any
+    trees: tuple[Any, ...]
+    inputs: Sequence[Var | None]
+    claims: tuple[Claim, ...] = ()
+
+    @functools.cached_property
+    def starts(self) -> list[int]:
+        """The number of each argument's first leaf."""
+        return [0, *accumulate(tree.num_leaves for tree in self.trees)]
+
+    def leaves(self, argument: int) -> Sequence[Var | None]:
+        """The variables of an argument's leaves."""
+        return self.inputs[self.starts[argument] : self.starts[argument + 1]]
+
+    def operands(self, args: tuple[Any, ...]) -> list[Any]:
+        return [x for x, v in zip(jax.tree.leaves(args), self.inputs, strict=True) if v is not None]
+
+    def of_inputs(self, values: Sequence[Any]) -> dict[Var, Any]:
+        """Map variables to the values given for the first leaves of the arguments; ``None`` is left out."""
+        return {v: x for v, x in zip(self.inputs, values, strict=False) if v is not None and x is not None}
+
+
+def traced(recipe: Callable[..., Any], args: tuple[Any, ...], options: Options | None = None) -> Traced:
+    """Trace ``recipe`` for ``args``; the second one is the state.
+
+    Every ``offload`` in it is an equation that carries its own recipe and options. The recipes replace the equations,
+    also in branches and loops, so that the whole is cut and streamed at once. Each leaf streams as its own ``offload``
+    says.
+    """
+    leaves, treedef = jax.tree.flatten(args)
+    arrays = [i for i, x in enumerate(leaves) if is_array(x)]
+
+    out_tree: list[Any] = []
+
+    def on_arrays(values: list[Any]) -> list[Any]:  # with one argument, jax takes half the time of one for each array
+        filled = list(leaves)
+        for i, value in zip(arrays, values, strict=True):
+            filled[i] = value
+        results, tree = jax.tree.flatten(recipe(*jax.tree.unflatten(treedef, filled)))
+        out_tree[:] = [tree]
+        return results
+
+    jaxpr, _ = jaxpr_of(on_arrays, [leaves[i] for i in arrays])
+    found = updates_in(jaxpr) if any(map(holds_update, jaxpr.jaxpr.eqns)) else []
+    inside = [(each, each.update) for each in found if isinstance(each.update, Update)]
+    program = without_branches(without_updates(jaxpr) if inside else without_round_trips(flat(jaxpr)))
+    variable_of = dict(zip(arrays, program.inputs[len(program.consts) :], strict=True))
+    trace = Traced(program, out_tree[0], tuple(treedef.children()), [variable_of.get(i) for i in range(len(leaves))])
+    claims = list[Claim]()
+    if options is not None:
+        own = [(k, v) for k, v in enumerate(trace.leaves(1)) if v is not None]
+        of = [frozenset(v for k, v in own if k in some) for some in (options.on_cores, options.on_disk)]
+        claims.append(Claim(options, frozenset(v for _, v in own), *of))
+    for each, update in inside:
+        claims += (
+            Claim(c.options, *(frozenset(each.inputs_of(leaves)) for leaves in (c.leaves, c.on_cores, c.on_disk)))
+            for c in update.claims
+        )
+    # Gradients and parameters in host memory go through the window of the first offload's state.
+    state = {*trace.leaves(1), *claimed(claims)}
+    others = {v for v in variable_of.values() if is_host_aval(v.aval) and v not in state}
+    if others and claims:
+        if any(each.on_cores or each.on_disk for each in claims):
+            updates, _, params, *_ = args
+            check_on_device(updates, params, "update_on= and disk= are for parameters on the device")
+        claims[0] = dataclasses.replace(claims[0], leaves=claims[0].leaves | others)
+    return dataclasses.replace(trace, claims=tuple(claims))
+
+
+# ---- what recipes are made of
+
+
+def returned(state: Any, plan: Sequence[Leaf]) -> Any:
+    """Move the leaves of a traced state that belong on the host there before anything is updated.
+
+    If they were updated from device memory, old and new leaves would be on the device side by side, because neither
+    can be written into the other's buffer. Leaves that ZeRO-1 divides are divided on the device first.
+    """
+
+    def to_its_place(x: Any, leaf: Leaf) -> Any:
+        if not isinstance(x, Tracer) or not leaf.host:
+            return x
+        x = not_from_disk(x) if leaf.disk and not on_host(x) else x
+        return x if leaf.shard_over else to_host(x)
+
+    leaves, treedef = jax.tree.flatten(state)
+    return jax.tree.unflatten(treedef, [to_its_place(x, leaf) for x, leaf in zip(leaves, plan, strict=True)])
+
+
+def where_it_was(new: Any, old: Any) -> Any:
+    """Move each leaf of ``new``, a tree like ``old``, to the memory of that leaf of ``old``."""
+    on_hosts = [on_host(x) for x in jax.tree.leaves(old)]
+    return stored(new, on_hosts) if any(on_hosts) else new
+
+
+def sharded_params(params: Any, options: Options) -> Any:
+    """Divide the parameters as their gradients are. Their own sharding comes first, or XLA divides them too early."""
+    return resharded(resharded(params, options.replicated), options.partitions)
+
+
+def replicated_into(params: Any, new: Any, options: Options) -> Any:
+    """Gather the new parameters into the memory of the old ones.
+
+    XLA does not gather into a donated buffer, but it selects in place between two arrays if it cannot know the outcome.
+    """
+    if not options.partitions:
+        return new
+    true = opaque(True)
+    new, old = resharded(new, options.replicated), resharded(params, options.replicated)
+    return resharded(jax.tree.map(lambda new, old: jnp.where(true, new, old), new, old), options.replicated)
+
+
+def checked_skip(skip: Any) -> jax.Array | None:
+    """Return ``skip`` as a bool of rank 0; ``None`` without one.
+
+    Raises:
+      ValueError: it is anything else.
+    """
+    if skip is None:
+        return None
+    skip = jnp.asarray(skip)
+    if skip.shape != () or skip.dtype != jnp.bool_:
+        raise ValueError(
+            f"skip: expected a bool, a scalar; got {skip.dtype}{list(skip.shape)}. Reduce it with jnp.any."
+        )
+    return to_device(skip)
+
+
+def zero_where(skip: jax.Array | None, updates: Any) -> Any:
+    """Return ``updates``, or -0 where ``skip`` holds: -0 + 0 would be +0 in a parameter that is -0."""
+    if skip is None:
+        return updates
+    return jax.tree.map(lambda x: jnp.where(skip, opaque(-jnp.zeros((), x.dtype)), x), updates)
+
+
+def old_where(skip: jax.Array | None, old: Any, new: Any) -> Any:
+    """Return ``new``, or ``old`` where ``skip`` holds: two trees with the same leaves, chosen on the device.
+
+    Each value is chosen inside the update, so a slice of it streams, chunks and hides as any other does. A step that is
+    skipped moves the bytes of its state and changes none of them. A choice outside the update would load and store all
+    of the state once more.
+    """
+    if skip is None:
+        return new
+
+    def chosen(old: Any, new: Any) -> Any:
+        kept = to_device(old)
+        if jnp.promote_types(old.dtype, new.dtype) != new.dtype:  # not always: a cast drops a weak type
+            kept = kept.astype(new.dtype)
+        x = jnp.where(skip, kept, to_device(new))
+        return to_host(x) if on_host(new) else x
+
+    return jax.tree.map(chosen, old, new)

@@ -1,0 +1,407 @@
+"""Run a step stage by stage: send operands ahead, run a stage, and keep its results where others read them."""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter, deque
+from collections.abc import Callable, Hashable, Mapping, Sequence, Set
+from concurrent.futures import Future
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
+
+from jax_offload._disk.placeholder import Token
+from jax_offload._host import cores
+from jax_offload._host.cores import is_sent
+from jax_offload._host.kernel import OnePass, one_pass
+from jax_offload._host.moving import Moves, files_of
+from jax_offload._host.segments import arranged, in_turn, sending_rows
+from jax_offload._host.stages import BEFORE, Staged, Task, staged, tasks_of
+from jax_offload._program.donation import guarded
+from jax_offload._program.jaxprs import (
+    ClosedJaxpr,
+    Equation,
+    Literal,
+    Var,
+    closed,
+    jax_fun,
+    jit,
+    values_of,
+    variables,
+    without_dead_code,
+)
+from jax_offload._program.memory import (
+    DEVICE_KIND,
+    HOST_KIND,
+    ambient_sharding,
+    copy_on_host,
+    is_host_aval,
+    on_host,
+    to_host,
+    with_kind,
+)
+from jax_offload._program.program import flat, numbered, structure
+from jax_offload._program.propagate import Node
+from jax_offload._rewrite.checked import check_order, tell
+from jax_offload._rewrite.cut import unguarded
+from jax_offload._rewrite.rewritten import is_driven
+
+Jit = Callable[..., Any]
+
+
+class Driven:
+    """A step that is compiled for arguments of certain types and shardings.
+
+    Args:
+      step: the step's closed jaxpr.
+      args: arguments of these types and shardings.
+      donated: whether each of them is donated.
+      options: the compiler's options for programs of the device.
+      for_sending: the options for programs that only send something to the host.
+      segments: whether the pass before the update may be cut into several programs.
+    """
+
+    def __init__(
+        self,
+        step: ClosedJaxpr,
+        args: Sequence[Any],
+        donated: Sequence[bool],
+        options: Mapping[str, Any],
+        for_sending: Mapping[str, Any],
+        segments: bool = True,
+    ) -> None:
+        if not is_driven(step):  # an update without results does not run
+            step = closed(without_dead_code(step.jaxpr, keep_inputs=True)[0], step.consts)
+        self._files = files_of(unguarded(flat(step, any_jit=True)))
+        found = staged(self._files.program, self._files.ends)
+        self._options = options, for_sending
+        read = {*found.results, *(v for stage in found.stages for v in stage.reads)}
+        placed = places_of([x if v in read else None for v, x in zip(found.arguments, args, strict=False)])
+        self._devices = {d for s in placed if s is not None for d in s.device_set} or {*ambient_sharding().device_set}
+        if any(s.on_cores for s in found.stages):
+            cores.cpu()  # an error now where there is none
+        own = found.arguments[: len(placed)]
+        self._everywhere = _everywhere(placed, self._devices)
+        self._places: dict[Var, Sharding] = {v: s for v, s in zip(own, placed, strict=True) if s is not None}
+        self._places |= self._files.places(self._devices) | found.scattered
+        self._like = {w: v for v, parts in found.parts.items() for w, _ in parts} | found.next_of
+        self._donated = {v for v, given in zip(own, donated, strict=True) if given}
+        self._compiled, self._key_of = dict[Hashable, Jit](), numbered()
+        self._step, tasks = self._scheduled(found, segments)
+        self._moves = Moves(self._files, self._step, tasks)
+        writable = self._writable(tasks)
+        self._tasks = [(task, self._run_by(task, writable)) for task in tasks]
+        self._written = [v for _, run in self._tasks if isinstance(run, OnePass) for v in run.written]
+
+    def _scheduled(self, step: Staged, segments: bool) -> tuple[Staged, list[Task]]:
+        """The step in the programs that overlap best, or, if the check finds a fault there, as first cut."""
+        free = self._donated | {*self._files.reads}
+        try:
+            found = arranged(step, may_be_cut=segments and self._may_be_cut(step)) if len(step.stages) > 1 else step
+            tasks = tasks_of(found, free)
+            nodes = [Node(task, task.inputs, task.makes, takes={*task.over}) for task in tasks]
+            parts = [w for each in found.parts.values() for w, _ in each]
+            check_order(nodes, [*found.consts, *found.arguments, *parts], found.results)
+            return found, tasks
+        except Exception as fault:
+            tell("the step runs in fewer programs", fault)
+            return step, tasks_of(step, free)
+
+    def __call__(self, args: Sequence[Any]) -> list[Any]:
+        """Return the step's flat results, given its flat arguments."""
+        arrays = [*self.constants, *self._arrays(args)]
+        given = dict(zip([*self._step.consts, *self._step.arguments], arrays, strict=False))
+        times = Counter(map(id, arrays))
+        for v in self._donated:  # which the caller gives twice, or hands on from a branch: only a copy is ours
+            if times[id(given[v])] > 1:
+                given[v] = _copied(given[v])
+        values = _Values(given, self._donated, self._moves, self._place)
+        for k, (task, run) in enumerate(self._tasks):
+            for following, _ in self._tasks[k + 1 : k + 2]:
+                values.send(following)
+            results = run(*values.operands(k, task))
+            if k == 0:
+                # behind the first program, whose gradients the cores wait for, and ahead of all others
+                values.take(self._written)
+            values.put(task, results)
+            values.drop(k, task)
+        return values.results()
+
+    def committed(self, x: Any) -> Any:
+        """Commit a result, as ``jax.jit`` does if an argument is committed, here a host leaf."""
+        return jax.device_put(x, self._everywhere) if isinstance(x, jax.Array) and not x.committed else x
+
+    @functools.cached_property
+    def _bring(self) -> Jit:
+        """Brings values to the step's memory."""
+        return jit(lambda xs: xs, out_shardings=self._everywhere)
+
+    def _arrays(self, xs: Sequence[Any]) -> list[Any]:
+        """Convert numbers and NumPy arrays, which the caller may overwrite, as ``jax.jit`` does. jax's own arrays and
+        the tokens of leaves on disk stay as they are."""
+        others = {k: x for k, x in enumerate(xs) if not isinstance(x, jax.Array | Token)}
+        brought = self._bring(others) if others else others
+        return [brought.get(k, x) for k, x in enumerate(xs)]
+
+    @functools.cached_property
+    def constants(self) -> list[Any]:
+        """What the step closes over, on its devices."""
+
+        def moved(x: Any) -> Any:
+            if not isinstance(x, jax.Array):
+                return np.asarray(x)
+            here = isinstance(x, Tracer) or not x.committed or x.sharding.device_set == self._devices
+            return x if here else jax.device_put(x, with_kind(self._everywhere, x.sharding.memory_kind))
+
+        return self._arrays([moved(x) for x in self._step.consts.values()])
+
+    @property
+    def first(self) -> tuple[Task, Callable[..., Sequence[Any]], Staged]:
+        """Return the first task, its program without ``jit``, and the step."""
+        task, program = self._tasks[0]
+        return task, program.__wrapped__, self._step  # pyright: ignore[reportFunctionMemberAccess]
+
+    def _may_be_cut(self, step: Staged) -> bool:
+        """Whether the pass may be in several programs: each would reduce gradients of replicated parameters by itself.
+        Files are read for one device at a time."""
+        several = len(self._devices) > 1
+        if self._files.reads and several:
+            return False
+        if len({device.process_index for device in self._devices}) > 1:
+            return False
+        updated = [v for v in step.next_of.values() if not is_host_aval(v.aval) and v.aval.ndim > 1]
+        places = [self._place_of(v) for v in updated] if several else []
+        return not any(s is None or s.is_fully_replicated for s in places)
+
+    def _place_of(self, v: Var) -> Sharding | None:
+        """Return a value's sharding, if it is known: the sharding of the value whose next value, or part, it is."""
+        seen = set[Var]()
+        while v not in self._places and v in self._like and v not in seen:
+            seen.add(v)  # leaves may take each other's places
+            v = self._like[v]
+        return self._places.get(v)
+
+    def _place(self, v: Var) -> Sharding:
+        """Return where a value belongs: replicated in its own memory, unless its sharding is known."""
+        everywhere = with_kind(self._everywhere, HOST_KIND) if is_host_aval(v.aval) else self._everywhere
+        return self._place_of(v) or everywhere
+
+    def _program(self, task: Task) -> Callable[..., Sequence[Any]]:
+        """Make the program of a task; tasks that do the same share it."""
+        jaxpr, made, places = task.jaxpr, [*task.outputs, *task.down], self.result_places(task)
+        turns = [made.index(v) for v in self._step.in_turn if v in made] if task.name == BEFORE else []
+        what = structure(jaxpr, self._key_of)
+        key = what, task.name, len(task.down), task.reused, tuple(places), tuple(turns)
+        if key in self._compiled:
+            return self._compiled[key]
+        n, alone = len(task.outputs), len(self._devices) == 1
+        run = jax_fun(closed(sending_rows(jaxpr, n) if alone else jaxpr))
+
+        def program(*operands: Any) -> list[Any]:
+            results = in_turn(run(*operands), turns)
+            return guarded([*results[:n], *map(to_host, results[n:])], list(operands))
+
+        program.__name__ = f"step_{task.name}"
+        options = dict(self._options[task.sends] or {}) or None
+        on_device = jit(program, donate_argnums=task.reused, out_shardings=places, compiler_options=options)
+        self._compiled[key] = cores.program(jaxpr) if task.on_cores else on_device
+        return self._compiled[key]
+
+    def result_places(self, task: Task) -> list[Sharding | None]:
+        """Return the shardings of a program's results. The next value of a divided value is divided in the same way."""
+        found: list[Sharding | None] = [None] * len(task.outputs + task.down)
+        for k, v in enumerate(task.outputs):
+            if isinstance(s := self._place_of(v), NamedSharding):
+                found[k] = with_kind(s, HOST_KIND if is_host_aval(v.aval) else DEVICE_KIND)
+        return found
+
+    def _writable(self, tasks: Sequence[Task]) -> set[Var]:
+        """Return the donated leaves in host memory that the cores may overwrite: at most one task beside the first
+        reads them."""
+        if not cores.has_addresses(self._devices):
+            return set()
+        read_by = Counter(v for task in tasks[1:] for v in task.inputs)  # the first has been started by then
+        found = {v for v in self._donated if read_by[v] == 1 and (is_host_aval(v.aval) or cores.on_cpus(self._devices))}
+        # an argument without a place, such as a NumPy array, is not committed to these devices
+        return {v for v in found if v in self._places and {*self._places[v].device_set} == self._devices}
+
+    def _run_by(self, task: Task, writable: Set[Var]) -> Callable[..., Sequence[Any]]:
+        """Return what runs a task: a program of XLA, one pass of the cores, or driven branches and loops."""
+        if (eqn := task.inner) is not None:
+            return _Inner(eqn, task, self._options)
+        if not task.on_cores:
+            return self._program(task)
+        if (found := one_pass(task, self._step.next_of, writable & task.free)) is not None:
+            return found
+        processes = len({device.process_index for device in self._devices})
+        if processes > 1 and any(is_sent(v.aval) for v in task.inputs):
+            raise ValueError(
+                "update_on: an update that is more than arithmetic on elements (LAMB, Adafactor, Muon), or any without "
+                f"numba, takes every leaf whole, and the step runs in {processes} processes. Fix: pip install "
+                "jax_offload[cores] for AdamW and the like; else update_on='device', and shard_over= for less of the "
+                "state."
+            )
+        return self._program(task)
+
+
+class _Values:
+    """The values of a running step: ``here`` in the step's own memory, ``there`` for the cores; and its files.
+
+    Two variables may hold one array, as a branch may return its operands.
+
+    Args:
+      given: the arguments.
+      donated: the donated arguments.
+      moves: what moves from and to the disk at each task.
+      place: where a value belongs.
+    """
+
+    def __init__(
+        self, given: dict[Var, Any], donated: Set[Var], moves: Moves, place: Callable[[Var], Sharding]
+    ) -> None:
+        self.here, self._there, self._donated, self._place = given, dict[Var, Any](), donated, place
+        self._moves, self._outputs = moves, moves.what.outputs
+        self._reading: dict[Var, Future[jax.Array]] = {}
+        self._writing: deque[list[Future[None]]] = deque()
+        for token, leaf in moves.what.reads.values():
+            leaf.home.check(token.val if isinstance(token, Literal) else given[token])
+
+    def take(self, own: Sequence[Var]) -> None:
+        """Make donated host leaves the step's own memory, which the cores may write."""
+        taken = dict(zip(own, cores.taken_over([self.here[v] for v in own]), strict=True))
+        self.here |= taken
+        self._there |= taken
+
+    def send(self, task: Task) -> None:
+        """Start to send the values that a task of the cores needs, if they exist already."""
+        for v in task.inputs if task.on_cores else ():
+            if v in self.here and v not in self._there:
+                self._there[v] = cores.sent(self.here[v])
+
+    def operands(self, number: int, task: Task) -> list[Any]:
+        """Return a task's operands. Files are read ahead of it, once the writes that it waits for have ended."""
+        while len(self._writing) > self._moves.waiting[number]:
+            for writing in self._writing.popleft():
+                writing.exception()  # which is said when the step ends: other processes are in it too
+        for v in self._moves.ahead[number]:
+            leaf, rows = self._moves.reads[v]
+            self._reading[v] = leaf.home.fetch(leaf.name, self._place(v), rows)
+        self.here |= {v: self._reading.pop(v).result() for v in self._moves.now[number]}
+        self.send(task)
+        return values_of(self._there if task.on_cores else self.here, task.inputs)
+
+    def put(self, task: Task, results: Sequence[Any]) -> None:
+        """Keep a task's results where others read them."""
+        n = len(task.outputs)
+        defined = dict(zip(task.outputs, results[:n], strict=True))
+        if task.on_cores:
+            self._there |= defined
+            self.here |= {v: cores.brought_back(defined[v], self._place(v)) for v in task.up}
+        else:
+            self.here |= defined
+            self._there |= zip(task.down, results[n:], strict=True)
+
+    def drop(self, number: int, task: Task) -> None:
+        """Forget the values that a task reads last, and free those that were donated, unless another variable holds
+        them. Start to write the results that are due, and forget them too."""
+        gone = {v: self.here.pop(v, None) for v in (*task.over, *self._moves.now[number])}
+        for v in task.over:
+            self._there.pop(v, None)
+        own = [x for v, x in gone.items() if v in self._donated and isinstance(x, jax.Array)]
+        left = [x for x in own if not x.is_deleted()]
+        live = {id(x) for x in (*self.here.values(), *self._there.values())} if left else set[int]()
+        for x in left:
+            if id(x) not in live:
+                x.delete()
+        due = self._moves.due[number]
+        if parts := [(v, *part) for v in due for part in self._moves.writes[v]]:
+            self._writing.append([leaf.home.put(leaf.name, self.here[v], rows) for v, leaf, rows in parts])
+        for v in {*due}.difference(variables(self._outputs)):
+            del self.here[v]
+
+    def results(self) -> list[Any]:
+        """Return the step's results."""
+        others, leaves = values_of(self.here, self._outputs), self._moves.what.tokens
+        tokens = {home: home.advance() for home in dict.fromkeys(leaf.home for leaf in leaves.values())}
+        rest = iter(others)
+        return [tokens[leaves[k].home] if k in leaves else next(rest) for k in range(len(others) + len(leaves))]
+
+
+def places_of(args: Sequence[Any]) -> list[Sharding | None]:
+    """Return the shardings of arguments; ``None`` for those that jax moves to the devices of the committed ones."""
+    placed = [getattr(x, "sharding", None) for x in args]
+    committed = [s if getattr(x, "committed", True) else None for x, s in zip(args, placed, strict=True)]
+    found = committed if any(s is not None for s in committed) else placed
+    devices = {d for s in found if s is not None for d in s.device_set}
+    alone = SingleDeviceSharding(*devices, memory_kind=DEVICE_KIND) if len(devices) == 1 else None
+    return [alone if s is None else s for s in found]
+
+
+def _everywhere(placed: Sequence[Any], devices: Set[Any]) -> Sharding:
+    """Return the replicated sharding on the arguments' mesh, or the only device's sharding."""
+    meshes = (s.mesh for s in placed if isinstance(s, NamedSharding) and isinstance(s.mesh, Mesh))
+    mesh = next((mesh for mesh in meshes if {*mesh.devices.flat} == devices), None)
+    return SingleDeviceSharding(next(iter(devices))) if mesh is None else NamedSharding(mesh, PartitionSpec())
+
+
+class _Inner:
+    """A ``cond`` or a ``while`` of the step that holds an update, such as ``optax.apply_if_finite``.
+
+    What decides is read on the host: the index of a branch, or a loop's condition. The branch that is taken, or the
+    body, is driven.
+    """
+
+    def __init__(self, eqn: Equation, task: Task, options: tuple[Mapping[str, Any], Mapping[str, Any]]) -> None:
+        self._eqn, self._task, self._options = eqn, task, options
+        self._places = [eqn.outvars.index(v) for v in task.outputs]
+        # their buffers may be taken; literals have their own
+        self._free = [isinstance(v, Literal) or v in task.free for v in eqn.invars]
+        self._driven: dict[int, Driven] = {}
+        if eqn.primitive.name == "while":
+            condition, self._used = without_dead_code(eqn.params["cond_jaxpr"].jaxpr)
+            self._condition = jit(jax_fun(closed(condition, eqn.params["cond_jaxpr"].consts)))
+
+    def __call__(self, *operands: Any) -> list[Any]:
+        given = values_of(dict(zip(self._task.inputs, operands, strict=True)), self._eqn.invars)
+        results = self._loop(given) if self._eqn.primitive.name == "while" else self._branch(*given)
+        # An operand that is handed on is copied if somebody else has it, as in a program of XLA.
+        taken, found = {id(x) for x, own in zip(given, self._free, strict=True) if not own}, list[Any]()
+        for x in (results[i] for i in self._places):
+            found.append(_copied(x) if id(x) in taken else x)
+            taken.add(id(x))
+        return found
+
+    def _branch(self, index: Any, *given: Any) -> Sequence[Any]:
+        branches = self._eqn.params["branches"]
+        k = min(max(int(np.asarray(index)), 0), len(branches) - 1)
+        return self._run(k, branches[k], given, self._free[1:])
+
+    def _loop(self, given: Sequence[Any]) -> Sequence[Any]:
+        params = self._eqn.params
+        n, m = params["cond_nconsts"], params["cond_nconsts"] + params["body_nconsts"]
+        # The body takes the buffers of what it carries, so somebody else's are copied.
+        others = Counter(map(id, given))
+        carry = [x if own and others[id(x)] == 1 else _copied(x) for x, own in zip(given, self._free, strict=True)][m:]
+        free = [False] * (m - n) + [True] * len(carry)
+        while self._holds([*given[:n], *carry]):
+            carry = self._run(0, params["body_jaxpr"], [*given[n:m], *carry], free)
+        return carry
+
+    def _holds(self, operands: Sequence[Any]) -> bool:
+        (holds,) = self._condition(*(x for x, used in zip(operands, self._used, strict=True) if used))
+        return bool(np.asarray(holds))
+
+    def _run(self, k: int, body: ClosedJaxpr, given: Sequence[Any], free: Sequence[bool]) -> Sequence[Any]:
+        if k not in self._driven:
+            self._driven[k] = Driven(body, given, free, *self._options)
+        return self._driven[k](given)
+
+
+def _copied(x: Any) -> Any:
+    if not isinstance(x, jax.Array):
+        return x
+    return copy_on_host(x) if on_host(x) else jnp.copy(x)

@@ -1,0 +1,421 @@
+"""A cut step as stages, one program each: the pass, the device's share of the update, groups of the cores, the rest.
+
+What each stage reads, makes and frees, and which buffers it may reuse, is decided here too, and run in ``run.py``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence, Set
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+
+from jax_offload._disk.placeholder import Ends, Range
+from jax_offload._emit.find import holds_driven_update, holds_update, is_update
+from jax_offload._emit.region import Update
+from jax_offload._emit.rows import group_looped
+from jax_offload._emit.run import functions
+from jax_offload._host.cores import is_sent
+from jax_offload._program.arrays import nbytes
+from jax_offload._program.jaxprs import Atom, DropVar, Equation, Jaxpr, Var, jaxpr_of, nameless, values_of, variables
+from jax_offload._program.memory import is_host_aval
+from jax_offload._program.primitives import CHECKPOINT
+from jax_offload._program.program import Builder, Program, as_program, numbered, structure
+from jax_offload._program.slices import Slice, consecutive, slice_of
+from jax_offload._program.trace import LARGE
+from jax_offload._rewrite.cut import cut_step
+from jax_offload._rewrite.inlined import equation_of, localised
+from jax_offload._schedule.schedule import Chunked, Planned, Schedule
+from jax_offload._schedule.transfers import in_parts
+
+# Bytes of state in a group. Updating them takes the cores a hundred times what starting a program takes, and the last
+# group's parameters are all that comes back while nothing is updated.
+GROUP_BYTES = 2**26
+BEFORE = "before"  # the name of the stages that make the gradients
+GROUP = "group"  # the name of stages whose state is on disk, or beside a state on disk
+CORES = "cores"  # the name of stages that the host's cores run
+INNER = "inner"  # the name of a stage whose branches, or loop, update
+DRIVEN = ("cond", "while")  # what an update may stand in
+
+
+@dataclasses.dataclass(frozen=True)
+class Stage:
+    """One program of a step. It runs ``slices``, in variables of the step, one after the other."""
+
+    name: str
+    slices: tuple[Slice, ...]
+
+    @property
+    def on_cores(self) -> bool:
+        return self.name == CORES
+
+    @property
+    def inner(self) -> Equation | None:
+        """The ``cond`` or ``while`` that holds an update, whose jaxprs are driven from Python in their turn."""
+        return self.slices[0].jaxpr.eqns[0] if self.name == INNER else None
+
+    @property
+    def makes(self) -> list[Var]:
+        return [v for s in self.slices for v in s.outputs]
+
+    @property
+    def reads(self) -> list[Var]:
+        defined = {*self.makes}
+        return list(dict.fromkeys(v for s in self.slices for v in s.inputs if v not in defined))
+
+
+@dataclasses.dataclass
+class Staged:
+    """A step as stages.
+
+    Args:
+      program: the step.
+      ends: leaf on disk, read or made -> where the ranges of rows end that are contiguous in its files.
+
+    Attributes:
+      stages: its programs, in order.
+      next_of: result of an update -> the variable of the step that it is the next value of.
+      in_turn: gradients that wait for one another, in the order of the backward pass.
+      scattered: gradient that an update from disk divides further (ZeRO-1) -> its sharding. The program that makes it
+        divides it; otherwise every device would hold it whole until the update.
+      parts: leaf on disk that is read or written in parts -> the variables of its parts, and the rows of each shard
+        that they have.
+      starts: number of a first row -> its variable, an operand of parts.
+      traced: kind of a slice -> what it does. Slices that do the same are traced once.
+    """
+
+    program: Program
+    ends: Mapping[Var, Ends] = dataclasses.field(default_factory=dict[Var, Ends])
+    stages: list[Stage] = dataclasses.field(default_factory=list[Stage])
+    next_of: dict[Var, Var] = dataclasses.field(default_factory=dict[Var, Var])
+    in_turn: list[Var] = dataclasses.field(default_factory=list[Var])
+    scattered: dict[Var, NamedSharding] = dataclasses.field(default_factory=dict[Var, NamedSharding])
+    parts: dict[Var, list[tuple[Var, Range]]] = dataclasses.field(default_factory=dict[Var, list[tuple[Var, Range]]])
+    starts: dict[int, Var] = dataclasses.field(default_factory=dict[int, Var])
+    traced: dict[Hashable, Program] = dataclasses.field(default_factory=dict[Hashable, Program])
+    key_of: Callable[[Any], Hashable] = dataclasses.field(default_factory=numbered)
+
+    @property
+    def consts(self) -> dict[Var, Any]:
+        """Its constants: numbers of first rows, and what it closes over."""
+        starts = {v: np.int32(row) for row, v in self.starts.items()}
+        return starts | dict(zip(self.program.inputs, self.program.consts, strict=False))
+
+    @property
+    def arguments(self) -> list[Var]:
+        return self.program.inputs[len(self.program.consts) :]
+
+    @property
+    def results(self) -> list[Var]:
+        """The variables that the stages make for the caller; parts in place of leaves that are made in parts."""
+        outputs = variables(self.program.outputs)
+        return [w for v in outputs for w in ([x for x, _ in self.parts.get(v, ())] or [v])]
+
+    def on_device(self, name: str, *slices: Slice) -> None:
+        """Add slices to the last program of the device, or begin another."""
+        if self.stages and self.stages[-1].name not in (CORES, GROUP, INNER):
+            slices = (*self.stages[-1].slices, *slices)
+            name = self.stages.pop().name
+        self.stages.append(Stage(name, slices))
+
+    def add(self, update: Update, eqn: Equation) -> None:
+        """Add an update: the device's share at once, and what comes from disk, or goes to the cores, in groups."""
+        self.next_of |= update.next_values
+        if update.on_disk:
+            self.scattered |= _scattered(update)
+            for each in update.passes:
+                self.on_device("scalars", each.prelude)
+                self.stages += _grouped(GROUP, [*self._from_disk(update, each.slices)])
+            return
+        device, (first, *later) = _shares(update)
+        first, device = _made_once(first, device)
+        if len(self.stages) == 1:
+            self.in_turn = _gradients_in_turn(update, device, self.stages[0])
+        self.on_device(BEFORE, first.prelude)
+        if made := variables(device.program.outputs):
+            whole = slice_of([equation_of(device, eqn)], made, self.program.debug_info, {})
+            if device.planned:
+                self.stages.append(Stage("device", (whole,)))
+            else:
+                self.on_device(BEFORE, whole)
+        self.stages += _grouped(CORES, [p.slice for p in first.slices])
+        for each in later:
+            self.stages.append(Stage(CORES, (each.prelude,)))
+            self.stages += _grouped(CORES, [p.slice for p in each.slices])
+
+    def _from_disk(self, update: Update, planned: Sequence[Planned]) -> Iterator[Slice]:
+        """Yield the slices of an update whose leaves are on disk, each whole or in parts with some rows of the leaves.
+
+        Arrays on the device are handed from part to part, and each part writes its rows into the same buffer.
+        """
+        slices = [s for each in update.passes for s in (each.prelude, *(p.slice for p in each.slices))]
+        again = {v for s in slices for v in s.inputs}  # a leaf that another slice reads is written whole
+        for p in planned:
+            ranges = self._ranges(p, again)
+            how = in_parts(p, update.next_values, update.on_disk) if ranges else None
+            if isinstance(how, Chunked) and how.shape[0] == how.shards * ranges[-1][1]:
+                yield from self._parts(p, how, update, ranges)
+            else:
+                yield self._whole(p, update)
+
+    def _ranges(self, p: Planned, again: Set[Var]) -> list[Range]:
+        """Return the ranges of rows that are together in the files of all leaves; none if there are not several."""
+        ends = [self.ends.get(v, ()) for v in p.slice.loads]
+        ends += [() if v in again else self.ends.get(v, ()) for v in p.slice.stores]
+        common = sorted(set[int].intersection(*map(set, ends))) if ends else []
+        return [*pairwise([0, *common])] if len(common) > 1 else []
+
+    def _whole(self, p: Planned, update: Update) -> Slice:
+        def run(*args: Any) -> list[Any]:
+            env = dict(zip(p.slice.inputs, args, strict=True))
+            functions([p], update.names, lowered=True)(p, env)
+            return values_of(env, p.slice.outputs)
+
+        how = (p.transfer.axis, p.transfer.rows, p.transfer.shape) if isinstance(p.transfer, Chunked) else None
+        return self._slice_by(run, p.slice.inputs, p.slice.outputs, (structure(p.slice.jaxpr, self.key_of), how))
+
+    def _parts(self, p: Planned, how: Chunked, update: Update, ranges: Sequence[Range]) -> Iterator[Slice]:
+        s = p.slice
+        now = {v: v for v in s.inputs}  # what earlier parts have left, in whose buffer a result goes
+        into = [v if old is None else old for v, old in zip(s.outputs, how.buffers, strict=True)]
+        places = tuple(s.inputs.index(v) if v in now else None for v in into)
+        same = structure(s.jaxpr, self.key_of), how.axis, how.shards, places, p.window.nbytes
+        for begin, end in ranges:
+            n, rows = end - begin, (begin, end)
+            before = [v for v in s.outputs if v in now]
+            given = {v: self._part(v, how.shards, rows) if is_host_aval(v.aval) else now[v] for v in s.inputs}
+            operands = [self._start(begin), *given.values(), *(now[v] for v in before)]
+            results = list[Var]()
+            for v, of in zip(s.outputs, into, strict=True):
+                if is_host_aval(v.aval):
+                    new, old = self._part(v, how.shards, rows), given.get(of)
+                else:
+                    new = v if end == ranges[-1][1] else Var(v.aval)
+                    old = now.get(of, update.next_values.get(v))
+                    now[of] = new
+                self.next_of |= {} if old is None else {new: old}
+                results.append(new)
+            run = _of_rows(group_looped(s, how, update.names, n), len(s.inputs), before)
+            yield self._slice_by(run, operands, results, (*same, n, bool(before)))
+
+    def _part(self, of: Var, shards: int, rows: Range) -> Var:
+        """A variable for some rows of each shard of a leaf: of its type, in its memory and divided in the same way."""
+        shape = (shards * (rows[1] - rows[0]), *of.aval.shape[1:])
+        found = Var(of.aval.update(shape=shape))
+        self.parts.setdefault(of, []).append((found, rows))
+        return found
+
+    def _start(self, begin: int) -> Var:
+        if begin not in self.starts:
+            traced, _ = jaxpr_of(lambda x: x, np.int32(begin))
+            self.starts[begin] = Var(traced.jaxpr.invars[0].aval)
+        return self.starts[begin]
+
+    def _slice_by(
+        self, run: Callable[..., Any], inputs: Sequence[Atom], outputs: Sequence[Var], kind: Hashable
+    ) -> Slice:
+        """Return a function as a slice; functions of one ``kind`` share a trace."""
+        if kind not in self.traced:
+            self.traced[kind] = as_program(jaxpr_of(run, *(v.aval for v in inputs))[0])
+        new, program = Builder(), self.traced[kind]
+        inner = new.inside(program, inputs)
+        inner.copy(*program.eqns, results=dict(zip(variables(program.outputs), outputs, strict=True)))
+        return slice_of(new.eqns, [*outputs], program.debug_info, {})
+
+
+def _of_rows(run: Callable[..., list[Any]], n: int, before: Sequence[Var]) -> Callable[..., list[Any]]:
+    """Return a function of a first row, ``n`` operands, and the results ``before`` that earlier parts have left."""
+    return lambda start, *values: run(start, values[:n], dict(zip(before, values[n:], strict=True)))
+
+
+def staged(program: Program, ends: Mapping[Var, Ends]) -> Staged:
+    """Return the stages of a step; one that updates nothing is a single stage. For the arguments see ``Staged``.
+
+    Raises:
+      ValueError: an update that must be driven stands in a scan or the like.
+    """
+    step = Staged(program, ends)
+    if not any(map(holds_update, program.eqns)):
+        if program.eqns:
+            step.on_device(BEFORE, *consecutive([program.eqns], program.outputs, program.debug_info, {}))
+        return step
+    cut = cut_step(program)
+    step.on_device(BEFORE, cut.before)
+    for eqn in cut.update.jaxpr.eqns:
+        results = [v for v in eqn.outvars if not isinstance(v, DropVar)]
+        if not results and not eqn.effects:
+            continue  # nothing needs it
+        alone = slice_of([eqn], results, program.debug_info, {})
+        if not holds_driven_update(eqn):
+            step.on_device("between", alone)
+        elif eqn.primitive.name in DRIVEN:
+            step.stages.append(Stage(INNER, (alone,)))
+        elif not is_update(eqn):
+            raise stands_in(eqn, "update_on")
+        else:
+            step.add(localised(eqn), eqn)
+    if cut.after.outputs or cut.after.jaxpr.effects:
+        step.on_device("after", cut.after)
+    outputs = {*variables(program.outputs)}
+    step.scattered = {v: s for v, s in step.scattered.items() if v not in outputs}
+    return step
+
+
+def stands_in(eqn: Equation, option: str) -> ValueError:
+    """The error of a step whose update stands in an equation that cannot be driven."""
+    name = "jax.checkpoint" if eqn.primitive.name in CHECKPOINT else eqn.primitive.name
+    return ValueError(
+        f"{option}: the update stands in a {name} of the step, which cannot be cut there. Fix: update once a step, "
+        "outside of scans, jax.checkpoint and shard_map; skip= and a branch may skip it."
+    )
+
+
+def _scattered(update: Update) -> dict[Var, NamedSharding]:
+    """Return the gradients that an update divides first, with their shardings, where types do not tell."""
+    pins = {eqn.invars[0]: eqn.params["sharding"] for eqn in update.program.eqns
+            if eqn.primitive.name == "sharding_constraint" and isinstance(eqn.invars[0], Var)}  # fmt: skip
+    named = {v: s for v in update.gradients if isinstance(s := pins.get(v), NamedSharding)}
+    return {v: s for v, s in named.items() if isinstance(s.mesh, Mesh)}
+
+
+def _shares(update: Update) -> tuple[Update, Sequence[Schedule]]:
+    """Divide an update into the device's part, and the passes of the cores' part, by its plan."""
+    cores = {v for p in update.planned if p.on_cores for v in p.slice.outputs}
+    of_cores = [v in cores for v in update.program.outputs]
+    silent = [eqn for eqn in update.program.eqns if not eqn.effects or any(map(_is_read, eqn.outvars))]
+    quiet = dataclasses.replace(update, program=dataclasses.replace(update.program, eqns=silent))
+    _, device = quiet.only([not own for own in of_cores])  # the cores' part calls back
+    _, host = update.only(of_cores)
+    return device.updated_by(cores=False), host.updated_by(cores=True).passes
+
+
+def _is_read(v: Var) -> bool:
+    return not isinstance(v, DropVar)
+
+
+def _made_once(cores: Schedule, device: Update) -> tuple[Schedule, Update]:
+    """Return the cores' first pass and the device's part, whose results that pass's prelude makes, such as a count."""
+    prelude = cores.prelude
+    made = {v for eqn in prelude.jaxpr.eqns for v in eqn.outvars}
+    both = [v for v in variables(device.program.outputs) if v in made]
+    if not both:
+        return cores, device
+    outputs = list(dict.fromkeys([*prelude.outputs, *both]))
+    prelude = slice_of([*prelude.jaxpr.eqns], outputs, prelude.jaxpr.debug_info, prelude.shards)
+    _, device = device.only([v not in made for v in device.program.outputs])
+    return dataclasses.replace(cores, prelude=prelude), device
+
+
+def _gradients_in_turn(update: Update, device: Update, pass_: Stage) -> list[Var]:
+    """Return the large gradients if some of them stay on the device; none if their sharding is unknown."""
+    made = {*pass_.makes}
+    large = [v for v in update.gradients if v in made and math.prod(v.aval.shape) >= LARGE]
+    return large if update.take_turns and not {*device.operands}.isdisjoint(large) else []
+
+
+def _grouped(name: str, slices: Sequence[Slice]) -> Iterator[Stage]:
+    """Group consecutive slices into stages of about ``GROUP_BYTES`` each."""
+    group: list[Slice] = []
+    size = 0
+    for s in slices:
+        group.append(s)
+        size += sum(nbytes(v.aval) for v in s.loads)
+        if size >= GROUP_BYTES or s is slices[-1]:
+            yield Stage(name, tuple(group))
+            group, size = [], 0
+
+
+# ---- what stages exchange --------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Task(Stage):
+    """A stage with what it exchanges with the others.
+
+    Attributes:
+      inputs: the values that it reads.
+      outputs: the results that others read in the memory in which the stage makes them.
+      down: the results of a program of the device that the cores read: it copies them to host memory.
+      up: the results of the cores that are read on the device.
+      over: the inputs that nobody reads afterwards.
+      free: the ones that the step made or was given to donate: their buffers may be reused.
+    """
+
+    inputs: list[Var]
+    outputs: list[Var]
+    down: list[Var]
+    up: list[Var]
+    over: list[Var]
+    free: frozenset[Var]
+
+    @functools.cached_property
+    def reused(self) -> tuple[int, ...]:
+        """The positions of the inputs whose buffers the results of a program of the device take, one for each result of
+        a type and memory."""
+
+        def kind(v: Var) -> Hashable:
+            return v.aval.shape, v.aval.dtype, is_host_aval(v.aval)
+
+        wanted, found = Counter(map(kind, self.outputs)), list[int]()
+        for k, v in enumerate(self.inputs):
+            if v in self.free and wanted[kind(v)] > 0:
+                wanted[kind(v)] -= 1
+                found.append(k)
+        return tuple(found)
+
+    @property
+    def sends(self) -> bool:
+        """Whether it is a program of the device that copies to the host and nothing back."""
+        own = self.name == BEFORE and any(is_host_aval(v.aval) for v in self.outputs)
+        return bool(self.down) or own
+
+    @property
+    def jaxpr(self) -> Jaxpr:
+        """Its equations."""
+        eqns = [eqn for s in self.slices for eqn in s.jaxpr.eqns]
+        effects = frozenset[Any]().union(*(s.jaxpr.effects for s in self.slices))
+        debug_info = nameless(self.slices[0].jaxpr.debug_info)
+        return Jaxpr([], self.inputs, [*self.outputs, *self.down], eqns, effects, debug_info)
+
+
+def tasks_of(step: Staged, donated: Set[Var]) -> list[Task]:
+    """Decide what each stage of a step leaves for the others; ``donated``: the donated inputs."""
+    stages, results = step.stages, {*step.results}
+    last = {v: k for k, stage in enumerate(stages) for v in stage.reads}
+    by_cores = {v for stage in stages if stage.on_cores for v in stage.reads}
+    by_device = {v for stage in stages if not stage.on_cores for v in stage.reads} | results
+    # buffers that somebody else may have: inputs that were not donated, and whatever a branch or a loop may hand on
+    others = {*step.consts, *step.arguments} - donated
+    tasks: list[Task] = []
+    for k, stage in enumerate(stages):
+        defined = [v for v in stage.makes if v in results or last.get(v, -1) > k]
+        inputs, defined = _side_by_side(stage.reads, defined, step.next_of)
+        over = [v for v in inputs if last[v] == k and v not in results]
+        sent = {v for v in defined if v in by_cores and is_sent(v.aval) and not is_host_aval(v.aval)}
+        down = [v for v in defined if v in sent] if stage.name not in (CORES, INNER) else []
+        outputs = [v for v in defined if v in by_device or v not in down]
+        up = [v for v in defined if v in by_device] if stage.on_cores else []
+        free = frozenset(over) - others
+        tasks.append(Task(stage.name, stage.slices, inputs=inputs, outputs=outputs, down=down, up=up,
+                          over=over, free=free))  # fmt: skip
+        others |= {*inputs, *defined} if stage.inner is not None else set()
+    return tasks
+
+
+def _side_by_side(
+    inputs: Sequence[Var], results: Sequence[Var], next_of: Mapping[Var, Var]
+) -> tuple[list[Var], list[Var]]:
+    """Put first the inputs that have a next value among the results, and these next values in the same order.
+
+    jax pairs donated inputs with results in their order. Two moments would otherwise be written into each other's
+    buffers, which XLA would have to copy first.
+    """
+    next_values = {next_of[v]: v for v in results if v in next_of}
+    old = [v for v in inputs if v in next_values]
+    return list(dict.fromkeys([*old, *inputs])), list(dict.fromkeys([*(next_values[v] for v in old), *results]))

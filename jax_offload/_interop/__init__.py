@@ -1,1 +1,0 @@
-"""Beside the update: checkpoints, jit, options of XLA."""

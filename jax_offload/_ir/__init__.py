@@ -1,1 +1,0 @@
-"""A traced update as a program, and the program in slices."""

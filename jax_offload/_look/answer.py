@@ -1,0 +1,384 @@
+"""The answer of ``plan``: rows, whether they fit, what they cost by the one model of time, and the verdict.
+
+Times use ``timeline``'s roofline without a schedule: a step's arithmetic takes its operations at
+the speed that large matmuls reach on the chip, and copies take what the link reaches. The backward pass, two thirds of
+the arithmetic, hides what streams under ``jo.jit``; the forward pass, a third, under ``jo.pipelined``. Meanwhile both
+ways of the link are busy at once. Nothing hides an update that waits for a norm of all gradients; there one way follows
+the other, as was measured. Nothing hides an update on the host's cores either. What is not hidden is added to the step.
+Where there is a step to compile, ``timeline`` plays its schedule instead.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import textwrap
+from functools import cached_property
+from typing import Any
+
+from jax_offload._look.chips import FRACTION, Chip, jax_takes, on_gpus
+from jax_offload._look.text import aligned, in_bytes, in_seconds, preformatted, terminal_width
+from jax_offload._look.timeline import link_time
+from jax_offload._program.memory import POOL_HEADROOM, POOL_VARIABLE, pool_limit
+
+HEADER = ("", "params", "grads", "state", "window", "activations", "sum", "fits", "host", "adds")
+
+BACKWARD, FORWARD = 2 / 3, 1 / 3
+OPERATIONS = 6  # of the forward and the backward pass, for each parameter of a matrix and each token
+HEADROOM = 0.05  # of jax's share of a device's memory; twice that of a host's memory
+MOST = 0.95  # of a GPU's memory that jax can be told to take
+ON_A_HOST = 8  # devices that share a host, at most
+ASK = "give activations, or layers, width and tokens"
+WORDS = {"fraction": "offloading a part", "cores": "updating on the host's cores", "disk": "a state on disk"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """One way to run a step, and the memory that it takes on one device; a row of a ``Plan``.
+
+    Bytes are exact unless ``compiled`` says that XLA's compiler gave them; ``None`` stands for an unknown figure.
+
+    Attributes:
+      name: the name by which ``plan[name]`` finds it.
+      code: the line to write.
+      parameters: bytes of the parameters.
+      gradients: bytes of all gradients; 0 in a compiled row, where ``activations`` has them.
+      state: bytes of the optimizer state that stays on the device.
+      window: bytes of the state on the device at a time while it streams; ``None`` for a state on disk, as only the
+        compiler knows what the program of a group takes.
+      host: bytes of pinned host memory, for one device.
+      disk: bytes of the state on disk, for one device.
+      loaded: bytes from the host in one step; ``None`` if a norm reads leaves of the state first, because a step then
+        loads them once or twice.
+      stored: bytes to the host in one step.
+      on_cores: bytes of the state that the host's cores update, for one device.
+      waits: whether the update waits for a number made of all gradients, such as their norm.
+      activations: bytes of activations, by the formula or as given; in a compiled row, the remainder of the peak, with
+        the gradients that are alive then.
+      same_numbers: whether the step computes the same numbers as the given optimizer.
+      compiled: the chip for which the row was compiled; empty if it was not.
+      link: seconds that the transfers take alone.
+      added: seconds that they add to a step.
+      overhead: ``added`` as a share of the step's arithmetic.
+      fits: whether it fits; ``None`` if a part of the sum, or the memory, is not known.
+      room: bytes left for the unknown parts; negative if it does not fit.
+      why: why it does not fit, or under what condition it does.
+
+    Example:
+      >>> import jax, optax, jax_offload as jo
+      >>> params = {"w": jax.ShapeDtypeStruct((1024, 1024), "float32")}
+      >>> row = jo.plan(optax.adamw(1e-3), params, device_memory="80GiB")["offload"]
+      >>> row.host, row.loaded, row.fits, row.missing
+      (8388608, 8388608, None, ('activations',))
+    """
+
+    name: str
+    code: str
+    parameters: int
+    gradients: int
+    state: int
+    window: int | None
+    host: int
+    disk: int
+    loaded: int | None
+    stored: int
+    on_cores: int
+    waits: bool
+    activations: int | None = None
+    same_numbers: bool = True
+    compiled: str = ""
+    link: float | None = None
+    added: float | None = None
+    overhead: float | None = None
+    fits: bool | None = None
+    room: int | None = None
+    why: str = ""
+
+    @property
+    def peak(self) -> int:
+        """Bytes on one device: the sum of the parts that are known, in a compiled row the compiled peak."""
+        return self.parameters + self.gradients + self.state + (self.window or 0) + (self.activations or 0)
+
+    @property
+    def missing(self) -> tuple[str, ...]:
+        """The parts of the sum that are not known."""
+        parts = {"activations": self.activations, "the window": self.window}
+        return tuple(name for name, nbytes in parts.items() if nbytes is None)
+
+    @property
+    def adds(self) -> str:
+        """The time that the row adds to a step, in words: a share of the step's arithmetic, or seconds."""
+        if not self.added:
+            return "?" if self.added is None else "nothing"
+        return in_seconds(self.added) if self.overhead is None else f"{self.overhead:.1%}"
+
+    def _cells(self) -> tuple[str, ...]:
+        why = self.why.replace("activations stay", "act. stay")
+        fits = "yes" if self.fits else f"no, {why}" if self.fits is False else why
+        parts = (self.parameters, self.gradients, self.state, self.window, self.activations, self.peak)
+        name = self.name if self.same_numbers else f"{self.name} *"
+        return name, *map(_gib, parts), fits, _gib(self.host), self.adds
+
+    def _details(self) -> str:
+        loaded = "once or twice as much" if self.loaded is None else in_bytes(self.loaded)
+        said = [f"{in_bytes(self.stored)} to the host in a step and {loaded} from it"]
+        said += [] if self.link is None else [f"the link alone {in_seconds(self.link)}"]
+        said += [f"{in_bytes(self.disk)} on disk"] if self.disk else []
+        said += [f"compiled for {self.compiled}"] if self.compiled else []
+        return "; ".join(said)
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class Plan:
+    """The answer of ``jax_offload.plan``: a row for each way to run a step, a verdict, and assumptions; ``print`` it.
+
+    ``verdict`` has two sentences, ``code`` the line to write, and ``recommended`` the row to take.
+
+    Attributes:
+      chip: the accelerator, a ``Chip``; ``None`` if none was given.
+      tokens_per_step: the tokens in a step, over all devices; ``None`` if not known.
+      devices: the number of devices that hold the parameters.
+      compute: seconds of a step's arithmetic; ``None`` without a chip or tokens.
+      device_memory: bytes of one device; ``None`` if not known.
+      host_memory: bytes of a host's memory for each of its devices; ``None`` if not known.
+      options: the rows, each a ``Row``.
+      said: the assumptions about the model; ``assumptions`` has all.
+
+    Example:
+      >>> import optax, jax_offload as jo
+      >>> found = jo.plan(optax.adamw(1e-3), "70B", devices=64, chip="h100", activations="10GiB")
+      >>> found.recommended.name, round(found.usable / 2**30)
+      ('resident', 57)
+    """
+
+    chip: Chip | None
+    tokens_per_step: int | None
+    devices: int
+    compute: float | None
+    device_memory: int | None
+    host_memory: int | None
+    options: tuple[Row, ...] = ()
+    said: tuple[str, ...] = ()
+
+    @property
+    def usable(self) -> int | None:
+        """Bytes that a row may take: jax's share of ``device_memory``, less the headroom; ``None`` if not known."""
+        memory = self.device_memory
+        return None if memory is None else int(memory * jax_takes(self.chip)[0] * (1 - HEADROOM))
+
+    def judged(self, row: Row) -> Row:
+        """Complete a row with the time that its transfers add, by the model of time, and with whether it fits."""
+        link, added = self._seconds(row) if row.added is None else (row.link, row.added)
+        share = added / self.compute if row.overhead is None and added is not None and self.compute else row.overhead
+        row = dataclasses.replace(row, link=link, added=added, overhead=share)
+        if row.fits is False or self.usable is None:  # or the compiler says so
+            return row
+        room, over = self.usable - row.peak, self._over_on_the_host(row)
+        fits, why = None if row.missing else True, _condition(row, room)
+        if room < 0 or over > 0:
+            fits, why = False, f"{in_bytes(-room)} over" if room < 0 else f"host: {in_bytes(over)} over"
+        return dataclasses.replace(row, room=room, fits=fits, why=why)
+
+    def _seconds(self, row: Row) -> tuple[float | None, float | None]:
+        """Return the seconds that a row's transfers take alone, and those that they add to a step."""
+        chip = self.chip
+        if not row.disk and not row.stored:
+            return None if chip is None else 0.0, 0.0
+        if chip is None or row.disk or row.loaded is None:
+            return None, None
+        link, pipelined = link_time(chip, row.loaded, row.stored), "jo.pipelined" in row.code
+        if row.on_cores:
+            # They read and write the state once, and what goes up and comes down, as the link does as well.
+            crossed = 2 * (row.on_cores + row.loaded + row.stored)
+            return link, max(link, crossed / chip.dram_bandwidth)
+        if row.waits and not pipelined:  # one way follows the other
+            link = link_time(chip, row.loaded, 0) + link_time(chip, 0, row.stored)
+            return link, link
+        return link, max(0.0, link - (FORWARD if pipelined else BACKWARD) * (self.compute or 0.0))
+
+    def _over_on_the_host(self, row: Row) -> int:
+        """Return the bytes by which a row exceeds the host's memory less its headroom, or 0."""
+        return 0 if self.host_memory is None else max(0, row.host - int(self.host_memory * (1 - 2 * HEADROOM)))
+
+    @cached_property
+    def _ranked(self) -> list[Row]:
+        return sorted(self.options, key=_by_cost)
+
+    @cached_property
+    def recommended(self) -> Row | None:
+        """The row to take; ``None`` if nothing fits or the memory is not known."""
+        return self._ranked[0] if self._ranked[0].fits is not False and self.usable is not None else None
+
+    @property
+    def verdict(self) -> str:
+        """The recommendation in two sentences."""
+        return self._answer[0]
+
+    @property
+    def code(self) -> str:
+        """The line to write; empty if there is none.
+
+        If nothing fits, but a row would if jax took a larger share of the device's memory: the line that sets the
+        share, and the line of that row.
+        """
+        return self._answer[1]
+
+    def __getitem__(self, name: str) -> Row:
+        """Return the row of that name; ``KeyError`` if there is none."""
+        for row in self.options:
+            if row.name == name:
+                return row
+        raise KeyError(f"{name!r} is none of {[row.name for row in self.options]}")
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return everything as JSON types, in bytes and seconds."""
+        found: dict[str, Any] = dataclasses.asdict(self) | {"recommended": self.recommended and self.recommended.name}
+        found |= {name: getattr(self, name) for name in ("verdict", "code", "usable", "assumptions")}
+        for row, given in zip(found["options"], self.options, strict=True):
+            row |= {"peak": given.peak, "missing": list(given.missing)}
+        return found
+
+    def describe(self, verbose: bool = False) -> str:
+        """Return the printed form. ``verbose`` adds each row's transfers and code, and the chip's sources."""
+        width = terminal_width()
+        lines = textwrap.wrap(self.verdict, width, break_on_hyphens=False)
+        lines += [*(f"  {line}" for line in self.code.splitlines()), "", "GiB on one device:"]
+        lines += aligned([HEADER, *(row._cells() for row in self.options)], range(1, len(HEADER)))
+        if not all(row.same_numbers for row in self.options):
+            lines.append("* changes the numbers")
+        lines.append("")
+        for said in self.assumptions:
+            lines += textwrap.wrap(said, width, initial_indent="- ", subsequent_indent="  ", break_on_hyphens=False)
+        if verbose:
+            for row in self.options:
+                lines += ["", f"{row.name}: {row.code}", f"  {row._details()}"]
+            chip = self.chip
+            lines += ["", *(f"{chip.name}.{key}: {source}" for key, source in chip.sources.items())] if chip else []
+        return "\n".join(lines)
+
+    def __repr__(self) -> str:
+        return self.describe()
+
+    _repr_html_ = preformatted
+
+    @cached_property
+    def _answer(self) -> tuple[str, str, Row | None]:
+        """Two sentences, what to do and why or what else; the line to write; and the row that it is for."""
+        best, ranked = self.recommended, self._ranked
+        on = "each device" if self.devices > 1 else "the device"
+        if self.usable is None:
+            known = "Whether it fits is not known. Give a chip or device_memory; the bytes below are exact."
+            return known, "", None
+        if best is None:
+            return self._nothing_fits(on)
+        resident = next((row for row in ranked if row.name == "resident"), None)
+        name = WORDS.get(best.name, best.name)
+        name = name[0].upper() + name[1:]
+        changes = "" if best.same_numbers else ", and changes the numbers, as nothing else fits"
+        if best.fits:
+            adds = "" if best.added is None else f" and adds {best.adds} to a step"
+            first = f"{name} fits with {in_bytes(best.peak)} of {in_bytes(self.usable)} on {on}{adds}{changes}."
+            second = f"Resident is {resident.why}." if resident and resident.why else "No other row is cheaper."
+            return f"{first} {'Nothing has to be offloaded.' if best is resident else second}", best.code, best
+        over = f"Resident is {resident.why}; {ASK}" if resident and resident.fits is False else ASK.capitalize()
+        said = f"{name} fits {best.why} on {on}{changes}. {over}, and plan finds the smallest fraction."
+        return said, best.code, best
+
+    def _nothing_fits(self, on: str) -> tuple[str, str, Row | None]:
+        """Return the answer if no row fits: a larger share of the device's memory if that suffices, or what to take."""
+        same = [row for row in self._ranked if row.same_numbers] or self._ranked
+        least = min(same, key=lambda row: row.peak)
+        first = f"Nothing fits: {least.name} takes least and is {least.why} on {on}."
+        for row in same:
+            needed = self._share_for(row)
+            if (row.room or 0) < 0 and needed <= MOST and not self._over_on_the_host(row):
+                share = MOST if row.missing else needed
+                fits = _condition(row, int((self.device_memory or 0) * share * (1 - HEADROOM)) - row.peak)
+                second = f"With {FRACTION}={share:g} in the environment, {WORDS.get(row.name, row.name)} fits {fits}"
+                return f"{first} {second.rstrip()}.", f"export {FRACTION}={share:g}\n{row.code}", row
+        if on_device := [row for row in same if (row.room or 0) >= 0]:
+            least = min(on_device, key=self._over_on_the_host)
+            over = in_bytes(self._over_on_the_host(least))
+            first = f"Nothing fits: {least.name} needs {over} more of the host's memory for each device."
+            return f"{first} Take a host with more, a state on disk (disk=True), or more devices.", "", None
+        second = "Divide the parameters over the devices (FSDP), or take more or larger ones."
+        if (takes := least.activations or 0) > least.peak / 2:
+            second = f"Activations take {in_bytes(takes)}: take fewer tokens a step, or more devices."
+        return f"{first} {second}", "", None
+
+    def _share_for(self, row: Row) -> float:
+        """Return the share of a GPU's memory that jax has to take for a row and the headroom; infinite if unknown."""
+        memory = (on_gpus(self.chip) and self.device_memory) or 0
+        return math.ceil(100 * row.peak / (1 - HEADROOM) / memory) / 100 if memory else math.inf
+
+    def _preallocated(self) -> str:
+        """Name the rows that are more than the share of a GPU that jax takes, and less than the GPU has; or nothing."""
+        said, memory = list[str](), self.device_memory or 0
+        for row in self.options:
+            if not row.missing and (row.room or 0) < 0 and row.peak <= memory and self._share_for(row) < math.inf:
+                needed = self._share_for(row)
+                fix = f"fits with {FRACTION}={needed:g} before jax starts" if needed <= MOST else "leaves no headroom"
+                said.append(f"{row.name} takes {row.peak / memory:.0%} and {fix}")
+        taken = f"preallocation: jax takes {jax_takes(self.chip)[0]:.0%} of the device for itself"
+        return "; ".join([taken, *said]) if said else ""
+
+    @cached_property
+    def assumptions(self) -> tuple[str, ...]:
+        """The inputs and the assumptions, as printed."""
+        found, best, compiled = [*self.said], self._answer[2], any(row.compiled for row in self.options)
+        if self.device_memory is not None and self.usable is not None:
+            found.append(
+                f"memory: {in_bytes(self.device_memory)}; {jax_takes(self.chip)[1]}; less {HEADROOM:.0%} headroom, "
+                f"{in_bytes(self.usable)} count"
+            )
+        found += filter(None, [self._preallocated()])
+        if any(row.activations is None for row in self.options):
+            found.append("activations: not known, in no sum")
+        found.append(self._time(compiled))
+        if best is not None and best.host:
+            there = "not checked without a chip or host_memory"
+            if self.host_memory is not None:
+                of = f" ({self.chip.name})" if self.chip and self.host_memory == self.chip.dram_bytes else ""
+                there = f"{in_bytes(self.host_memory)} are there{of}, less {2 * HEADROOM:.0%} headroom"
+            found.append(f"host: {in_bytes(best.host)} of pinned memory for each device; {there}")
+            needed = math.ceil(best.host * min(self.devices, ON_A_HOST) * POOL_HEADROOM / 2**30)
+            if on_gpus(self.chip) and needed * 2**30 > pool_limit():
+                found.append(f"environment: {POOL_VARIABLE}={needed} before jax starts, if one process has the host")
+        return tuple(found)
+
+    def _time(self, compiled: bool) -> str:
+        """Return the inputs of the model of time."""
+        chip = self.chip
+        if chip is None:
+            return "time: not known without a chip"
+        how = "simulated from the compiled schedule, not measured" if compiled else "a model, not measured"
+        one, both, source = chip.host_link / 1e9, chip.host_link_both / 2e9, chip.sources.get("host_link_both", "")
+        known = next((f", {word}" for word in ("measured", "assumed") if source.startswith(word)), "")
+        said = f"time: {how}: {chip.name}'s link {one:g} GB/s one way, {both:g} each way at once{known}"
+        if any(row.on_cores for row in self.options):
+            said += f", DRAM {chip.dram_bandwidth / 1e9:g} per card"
+        if compiled:
+            return said
+        if not self.compute:
+            return f"{said}; without tokens nothing is hidden"
+        hides = "backward pass (2/3) hides copies"
+        if any(row.waits for row in self.options):
+            hides = "forward pass (1/3) hides jo.pipelined's copies; nothing hides jo.jit's, one way after the other"
+        return f"{said}; the {hides}"
+
+
+def _condition(row: Row, room: int) -> str:
+    """Return the condition under which a row fits, given the room that is left."""
+    verb = "stays" if row.missing == ("the window",) else "stay"
+    return f"if {' and '.join(row.missing)} {verb} below {in_bytes(room)}" if row.missing else ""
+
+
+def _by_cost(row: Row) -> tuple[Any, ...]:
+    """Sort rows that fit first, then those that may; among these rows with the same numbers, and the cheapest."""
+    fits = {True: 0, None: 1, False: 2}[row.fits]
+    added = math.inf if row.added is None else round(row.added, 6)
+    return fits, not row.same_numbers, added, row.disk, row.on_cores, (row.loaded or 0) + row.stored
+
+
+def _gib(nbytes: int | None) -> str:
+    return "?" if nbytes is None else "-" if not nbytes else f"{nbytes / 2**30:.2f}"

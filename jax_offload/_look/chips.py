@@ -1,0 +1,347 @@
+"""Figures for accelerators and their hosts, from ``chips.toml``, a user's file or a measurement on this machine."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+import os
+import re
+import time
+import tomllib
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import SingleDeviceSharding
+
+from jax_offload._program.memory import DEVICE_KIND, HOST_KIND, Space, check_platform
+from jax_offload._step.jit import compiler_options
+
+_FILE = Path(__file__).with_name("chips.toml")
+_PLATFORMS = ("cuda", "tpu")
+_TPU_KINDS = {"v5 lite": "v5e", "v5": "v5p", "v6 lite": "v6e"}  # as jax has them in device_kind
+# Suffixes of the card that the figures describe, as opposed to PCIe, NVL, a MIG slice, or another memory.
+_SAME_CARD = re.compile(r"sxm\d*|hbm\w*|80gb|141gb|480gb")
+
+FRACTION, OTHER_NAME, BY_DEFAULT = "XLA_PYTHON_CLIENT_MEM_FRACTION", "XLA_CLIENT_MEM_FRACTION", 0.75
+BOTH_WAYS = 1.49  # speed of both ways of a link at once, in times of one way alone: as measured on an H100
+PIECE, PIECES = 2**26, 16  # copies of 64 MiB are far beyond the size at which their latency is felt
+ON_CPU = 2**20
+ARRAY = 2**29  # bytes of each of two arrays in host memory: far beyond what caches hold
+REPEATS = 3
+
+
+@dataclasses.dataclass(frozen=True)
+class Chip:
+    """What one accelerator and its host have and reach, in bytes, bytes per second and operations per second.
+
+    Attributes:
+      name: the name by which ``chip`` knows it.
+      platform: ``"cuda"`` or ``"tpu"``.
+      hbm_bytes: bytes of device memory.
+      bf16: operations per second of large matmuls in bfloat16 or float16.
+      f32: operations per second of large matmuls in other dtypes.
+      hbm_bandwidth: bytes per second that fusions read and write in device memory.
+      host_link: bytes per second between pinned host memory and the device, in one direction alone.
+      host_link_both: bytes per second of both directions at once, in sum.
+      interconnect: bytes per second that a ring sends to other accelerators, and as many that it receives.
+      dram_bytes: bytes of the host's memory for each of its accelerators.
+      dram_bandwidth: bytes per second of the host's memory for each of its accelerators.
+      sources: for each figure, where it is published, how it was measured, or why it is assumed.
+
+    Example:
+      >>> import jax_offload as jo
+      >>> h100 = jo.chip("h100")
+      >>> round(h100.hbm_bytes / 2**30), h100.host_link / 1e9
+      (80, 53.0)
+      >>> jo.chip("a100").sources["host_link_both"]
+      'assumed: 1.49 times one way, as measured on an h100'
+    """
+
+    name: str
+    platform: str
+    hbm_bytes: int
+    bf16: float
+    f32: float
+    hbm_bandwidth: float
+    host_link: float
+    host_link_both: float
+    interconnect: float
+    dram_bytes: int
+    dram_bandwidth: float
+    sources: Mapping[str, str] = dataclasses.field(default_factory=dict, repr=False, compare=False)
+
+    @property
+    def beside_others(self) -> Chip:
+        """The chip while the other accelerators of its host are busy too: its link shares the host's memory."""
+        both = min(self.host_link_both, self.dram_bandwidth)
+        if both == self.host_link_both:
+            return self
+        said = {"host_link_both": "assumed: as dram_bandwidth, as all accelerators of a host share its memory"}
+        link = min(self.host_link, both)
+        return dataclasses.replace(self, host_link=link, host_link_both=both, sources={**self.sources, **said})
+
+
+_FIGURES = {f.name: f.type for f in dataclasses.fields(Chip) if f.type in ("int", "float")}
+
+
+class Chips:
+    """Return the figures of an accelerator, known by its name or measured.
+
+    Args:
+      name: a name that the library knows (``a100``, ``h100``, ``h200``, ``b200``, ``gh200``, ``gb200``, ``v5e``,
+        ``v5p``, ``v6e``); jax's name for a device, ``jax.devices()[0].device_kind``; the path of your own file,
+        ``my_chip.toml``, with the fields of ``Chip`` at its top level; or a ``Chip``, which is returned. A file takes
+        the figures that it lacks from the chip in its line ``like = "a100"``, or from the ``h100``.
+
+    Returns:
+      A ``Chip``. ``jax_offload.chip.measured()`` returns this machine's accelerator, with its link measured.
+
+    Raises:
+      TypeError: ``name`` is none of these.
+      ValueError: no chip has that name; or the file holds an unknown figure or one that is not a number.
+
+    Example:
+      >>> import jax_offload as jo
+      >>> jo.chip("TPU v5e").hbm_bytes / 2**30
+      16.0
+    """
+
+    def __call__(self, name: str | Path | Chip) -> Chip:
+        if isinstance(name, Chip):
+            return name
+        if not isinstance(name, str | Path):
+            raise TypeError(
+                f"chip: expected a name, a path or a Chip; got a {type(name).__name__}. Known: {_listed()}."
+            )
+        path = Path(name)
+        if path.suffix == ".toml":
+            return _of_file(path)
+        found = known_as(str(name))
+        if found is None:
+            raise ValueError(
+                f"chip: {str(name)!r} is not known. Known: {_listed()}; or the path of a .toml with the figures of "
+                "another."
+            )
+        return _known()[found]
+
+    def measured(self, device: Any = None) -> Chip:
+        """Measure the link and the host's memory of this machine, and return the figures of its accelerator.
+
+        It takes a second or two: it copies 16 GiB, and reads and writes 6 GiB of host memory. Meanwhile it holds 2 GiB
+        of device memory and 2 GiB of host memory.
+
+        Args:
+          device: a ``jax.Device``; the first one if left out.
+
+        Returns:
+          A ``Chip`` with ``host_link``, ``host_link_both`` and ``dram_bandwidth`` in bytes per second, the best of
+          three runs, and ``dram_bytes``, this host's memory for each of its accelerators. The other figures are those
+          of the known chip of that name, or else of an ``h100``; ``sources`` says which. On a CPU jax copies nothing,
+          and the link's figures mean nothing.
+
+        Raises:
+          TypeError: ``device`` is not a device.
+          ValueError: the device has no pinned host memory.
+        """
+        device = jax.local_devices()[0] if device is None else device
+        load, store, both = _link(device)
+        name, dram = known_as(device.device_kind), dram_bandwidth()
+        like = self(name or "h100")
+        limit = (device.memory_stats() or {}).get("bytes_limit")
+        usable = min((n for n in host_memory() if n is not None), default=None)
+        sharing = 1 if device.platform == "cpu" else jax.local_device_count()
+        figures: dict[str, Any] = {
+            "host_link": min(load, store),
+            "host_link_both": 2 * both,
+            **({} if dram is None else {"dram_bandwidth": dram / sharing}),
+            "dram_bytes": like.dram_bytes if usable is None else usable // max(1, jax.local_device_count()),
+            # jax tells its own share of a GPU
+            "hbm_bytes": like.hbm_bytes if name or not limit else round(limit / jax_takes(like)[0]),
+        }
+        sources = {key: f"as {like.name}" for key in like.sources} | dict.fromkeys(figures, "measured on this machine")
+        return dataclasses.replace(like, name=name or device.device_kind, sources=sources, **figures)
+
+
+chip = Chips()
+
+
+def on_gpus(chip: Chip | None) -> bool:
+    return chip is None or chip.platform == "cuda"
+
+
+def jax_takes(chip: Chip | None) -> tuple[float, str]:
+    """Return the share of a device's memory that jax takes, and why."""
+    if not on_gpus(chip):
+        return 1.0, "jax takes all of a TPU's memory"
+    if os.environ.get("XLA_PYTHON_CLIENT_ALLOCATOR", "default").lower() == "platform":
+        return 1.0, "XLA_PYTHON_CLIENT_ALLOCATOR=platform takes what there is"
+    name = next((name for name in (FRACTION, OTHER_NAME) if os.environ.get(name)), "")
+    try:
+        share = float(os.environ.get(name, BY_DEFAULT))
+    except ValueError:
+        share = math.nan
+    if not share > 0:
+        raise ValueError(f"{name}: expected a share such as 0.9 in the environment; got {os.environ[name]!r}.")
+    return share, f"jax takes {share:.0%} ({name or f'by default; {FRACTION} sets another share'})"
+
+
+# -- from files
+
+
+def known_as(name: str) -> str | None:
+    """Return the known chip that a name stands for: ``tpu-v5e``, ``NVIDIA H100 80GB HBM3``, ``TPU v5 lite``."""
+    plain = re.sub(r"nvidia|tpu", "", name.lower()).strip(" -_")
+    first, *rest = re.split(r"[\s_-]+", _TPU_KINDS.get(plain, plain))
+    return first if first in _known() and all(map(_SAME_CARD.fullmatch, rest)) else None
+
+
+def _listed() -> str:
+    return ", ".join(_known())
+
+
+@functools.cache
+def _known() -> dict[str, Chip]:
+    return {name: _parsed(name, table, name) for name, table in tomllib.loads(_FILE.read_text()).items()}
+
+
+def _of_file(path: Path) -> Chip:
+    if not path.exists():
+        raise ValueError(f"chip: there is no file {str(path)!r}. Known without one: {_listed()}.")
+    try:
+        table = tomllib.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise ValueError(f"chip: {path} is no TOML, lines of name = number: {error}") from error
+    like = chip(table.pop("like", "h100"))
+    sources = (
+        {key: f"as {like.name}" for key in _FIGURES} | {key: str(path) for key in table} | table.get("sources", {})
+    )
+    if "host_link" in table and "host_link_both" not in table:
+        table["host_link_both"] = BOTH_WAYS * table["host_link"]
+        sources["host_link_both"] = f"assumed: {BOTH_WAYS} times one way, as measured on an h100"
+    base = {f.name: getattr(like, f.name) for f in dataclasses.fields(like)}
+    return _parsed(table.pop("name", path.stem), base | table | {"sources": sources}, str(path))
+
+
+def _parsed(name: str, table: Mapping[str, Any], where: str) -> Chip:
+    if unknown := table.keys() - {"name", "platform", "sources", *_FIGURES}:
+        known = ", ".join(("platform", *_FIGURES))
+        raise ValueError(f"chip: {where} has {', '.join(sorted(unknown))}; a chip has {known}.")
+    for key in _FIGURES:
+        value = table[key]
+        if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
+            raise ValueError(f"chip: {key} in {where} is {value!r}; expected a number above 0, in bytes or per second.")
+    if table["platform"] not in _PLATFORMS:
+        raise ValueError(
+            f"chip: platform in {where} is {table['platform']!r}; expected one of {', '.join(_PLATFORMS)}."
+        )
+    figures: Any = {key: int(table[key]) if of == "int" else float(table[key]) for key, of in _FIGURES.items()}
+    return Chip(**{**table, **figures, "name": name})
+
+
+# -- measured
+
+
+def _link(device: Any) -> tuple[float, float, float]:
+    """Measure the link of one device in compiled programs, as in a step.
+
+    Returns:
+      Bytes per second from the host alone, to it alone, and each way while both are busy.
+    """
+    if not isinstance(device, jax.Device):
+        raise TypeError(
+            f"device: expected a jax.Device, of jax.local_devices(); got {device!r}. jax_offload.chip(name) has the "
+            "figures of a chip that is not there."
+        )
+    check_platform([device])
+    piece = ON_CPU if device.platform == "cpu" else PIECE
+    there, here = (SingleDeviceSharding(device, memory_kind=kind) for kind in (HOST_KIND, DEVICE_KIND))
+    sent = np.random.default_rng(0).integers(0, 2**32, piece // 4, np.uint32)
+    on_host, on_device = ([jax.device_put(sent, where) for _ in range(PIECES)] for where in (there, here))
+
+    def load(xs: Any) -> Any:
+        return [jax.device_put(x, Space.Device) for x in xs]
+
+    def store(xs: Any) -> Any:
+        return [jax.device_put(x, Space.Host) for x in xs]
+
+    def speed(move: Callable[..., Any], out: Any, *args: Any) -> float:
+        options: Any = compiler_options(device.platform) or None
+        program = jax.jit(move, out_shardings=out).lower(*args).compile(compiler_options=options)
+        return piece * PIECES / _best(lambda: program(*args))
+
+    loads, stores = speed(load, [here] * PIECES, on_host), speed(store, [there] * PIECES, on_device)
+    both = speed(lambda xs, ys: (load(xs), store(ys)), ([here] * PIECES, [there] * PIECES), on_host, on_device)
+    return loads, stores, both
+
+
+def dram_bandwidth() -> float | None:
+    """Measure the bytes per second of ``a += 2 b`` on the cores that this process may use, in XLA's CPU code.
+
+    This is STREAM's triad into one of its operands, as in an update: 12 bytes cross for each element. It returns
+    ``None`` if jax was told to do without its CPU backend.
+    """
+    try:
+        cpu = jax.local_devices(backend="cpu")[0]
+    except RuntimeError:
+        return None
+    with jax.default_device(cpu):
+        a, b = (jax.jit(lambda: jnp.full(ARRAY // 4, 0.1, jnp.float32))() for _ in range(2))
+        triad = jax.jit(lambda a, b: a + 2 * b, donate_argnums=0)
+        held = [a]
+
+        def run() -> Any:
+            held[0] = triad(held[0], b)
+            return held[0]
+
+        return 3 * ARRAY / _best(run)
+
+
+def _best(run: Callable[[], Any]) -> float:
+    """Return the seconds of the fastest of a few runs; the first run compiles and does not count."""
+    jax.block_until_ready(run())
+    found: list[float] = []
+    for _ in range(REPEATS):
+        began = time.perf_counter()
+        jax.block_until_ready(run())
+        found.append(time.perf_counter() - began)
+    return min(found)
+
+
+# -- the host's memory
+
+
+def host_memory(root: Path = Path("/")) -> tuple[int | None, int | None]:
+    """Return the bytes of host memory that the kernel has available, and those that this process's cgroup leaves.
+
+    ``None`` stands for no limit. ``root``: the folder of the kernel's files, for tests.
+    """
+    for line in _text(root / "proc/meminfo").splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024, _cgroup_left(root)
+    return None, _cgroup_left(root)
+
+
+def _cgroup_left(root: Path) -> int | None:
+    """Return the least memory that is left in this process's group or in a group above it (cgroup v2)."""
+    own = next((line[3:] for line in _text(root / "proc/self/cgroup").splitlines() if line.startswith("0::")), "")
+    group, left = root / "sys/fs/cgroup", list[int]()
+    for part in ("", *own.strip("/").replace("..", "").split("/")):  # a container may not have the group's own path
+        group /= part
+        limit, used = (_text(group / name).strip() for name in ("memory.max", "memory.current"))
+        if limit.isdigit():
+            words = (line.split() for line in _text(group / "memory.stat").splitlines())
+            files = next((int(n) for name, n in words if name == "inactive_file"), 0)  # the kernel gives these back
+            left.append(max(0, int(limit) - max(0, int(used or 0) - files)))
+    return min(left, default=None)
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text()
+    except OSError:
+        return ""

@@ -1,0 +1,442 @@
+"""A compiled step: the scheduled program, its memory, and the roles of its arguments.
+
+A driven step, whose update runs on the host's cores or whose state is on disk, runs as several programs. The first one,
+"before", usually has the step's peak: it is the forward and the backward pass, and sends the gradients down.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import importlib
+import importlib.util
+import os
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence, Set
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+from jax.experimental import topologies
+from jax.sharding import SingleDeviceSharding
+from jax.tree_util import tree_flatten_with_path
+
+from jax_offload._disk.placeholder import TOKEN, OnDisk, Place, is_on_disk
+from jax_offload._emit.find import holds_driven_update, kept_on_host, updates_in
+from jax_offload._emit.region import Update
+from jax_offload._host.driver import Driven
+from jax_offload._host.stages import BEFORE
+from jax_offload._look.callables import jitted, opened
+from jax_offload._look.chips import Chip, chip, known_as
+from jax_offload._look.hlo import Module
+from jax_offload._program import private
+from jax_offload._program.arrays import is_traced
+from jax_offload._program.memory import HOST_KIND, in_its_memory, is_host_aval
+from jax_offload._program.shardings import sharding_of
+from jax_offload._state.around import described
+from jax_offload._step.jit import Jitted, Step, compiler_options, options_for_sending
+from jax_offload._step.pipelined import Pipelined
+from jax_offload._step.rotated import names_of
+
+SAYS = (
+    "jo.jit drives this step in several programs, as the host's cores update a part of the state, or it is on disk. "
+    f"This is the first, {BEFORE!r}: the forward and the backward pass; then the update comes, group by group. "
+    "It is looked at in one piece, whatever programs jo.jit cuts it into"
+)
+_ON_ABSTRACT = (
+    "step: its arguments are on an AbstractMesh, and a step that is driven from Python (update_on=, disk=) is cut for "
+    "devices. Give a Mesh of as many, which may be the CPU's: XLA_FLAGS=--xla_force_host_platform_device_count=8."
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Argument:
+    """An array among the arguments of a step.
+
+    Attributes:
+      name: its name, or the end of it without the step's argument that contains the array.
+      host: whether it is in host memory when it is handed over.
+      state: whether it belongs to the state of an optimizer.
+      gradient: whether it waits for the update, between two calls of a pipelined step.
+      kept_on_host: whether the update that owns it keeps it in host memory; ``None`` if the step shows no update of an
+        ``offload``.
+    """
+
+    name: str
+    host: bool
+    state: bool
+    gradient: bool = False
+    kept_on_host: bool | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Compiled:
+    """A compiled step.
+
+    Attributes:
+      module: the scheduled program.
+      memory: XLA's figures.
+      given: the arguments, as handed over, by the number that they have in the program.
+      target: the chip's or the platform's name.
+      chip: its figures, where there are any.
+      compiled_for: whether it was compiled for a chip that is not there.
+      program: which of several programs of a step this is; empty where it is all of it.
+      host_elsewhere: whether the others take something that is in host memory.
+    """
+
+    module: Module
+    memory: Any
+    given: Mapping[int, Argument]
+    target: str
+    chip: Chip | None
+    compiled_for: bool = False
+    program: str = ""
+    host_elsewhere: bool = False
+
+    @property
+    def parts(self) -> dict[str, int]:
+        """The peak of device memory by kind, in bytes; XLA's analysis counts all memory of a CPU as device memory."""
+        m = self.memory
+        parts: dict[str, int] = {"parameters": 0, "state on the device": 0, "gradients": 0, "other arguments": 0}
+        results = Counter((x.dtype, x.shape) for x in self.module.given_back.values())
+        for number, array in sorted(self.module.taken.items()):
+            given, floating = self.given.get(number), re.match(r"bf|f\d", array.dtype)
+            kind, returned = "other arguments", results[array.dtype, array.shape] > 0
+            results[array.dtype, array.shape] -= 1
+            if given is not None and given.state:
+                kind = "state on the device"
+            elif given is not None and given.gradient and floating:
+                kind = "gradients"
+            elif floating and array.shape and returned:
+                kind = "parameters"  # returned, and part of no state
+            parts[kind] += 0 if array.host and self.target != "cpu" else array.nbytes
+        parts["other arguments"] += m.argument_size_in_bytes - sum(parts.values())  # a TPU pads them
+        parts["new results"] = m.output_size_in_bytes - m.alias_size_in_bytes
+        return {kind: nbytes for kind, nbytes in (parts | {"temporaries": m.temp_size_in_bytes}).items() if nbytes}
+
+
+def compiled(step: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], target: str | None) -> Compiled:
+    """Compile a step, jitted or not, for its own devices or for ``target``."""
+    to = None if target is None else target_of(target)  # before a trace starts jax: its plugins read the environment
+    if len(args) == 1 and isinstance(args[0], optax.GradientTransformation | optax.MultiSteps):
+        raise TypeError(
+            "step: expected a training step and its arguments; got a function and an optimizer, the (make, tx) of "
+            "plan. Give what make(tx) returns: inspect(*make(tx))."
+        )
+    if not callable(step) or isinstance(step, jax.stages.Compiled):
+        raise TypeError(
+            f"step: expected a training step, jitted or not, and its arguments; got a {type(step).__name__}."
+        )
+    if isinstance(step, Pipelined):
+        step, args, carried = step.turned(*args, **kwargs)
+        whole = step.trace(*args)
+        return _lowered(whole, (args, {}), to, _given(whole, carried=carried), _options(step, whole, args, {}, to))
+    step, args, kwargs = jitted(*opened(step, args, kwargs))
+    given, whole = (args, dict(kwargs)), step.trace(*args, **kwargs)
+    if isinstance(step, Jitted) and any(map(holds_driven_update, whole.jaxpr.jaxpr.eqns)):
+        return _first_program(step, given, whole, to)
+    as_written = whole
+    if isinstance(step, Jitted):  # which takes updates apart
+        written = Step(step.__wrapped__, as_written=True)
+        with described():
+            as_written = jax.jit(written, **step._options).trace(*args, **kwargs)
+    arguments = _given(whole, kept_on_host(as_written.jaxpr))
+    return _lowered(whole, given, to, arguments, _options(step, whole, args, kwargs, to))
+
+
+def _options(
+    step: Any, whole: jax.stages.Traced, args: tuple[Any, ...], kwargs: Mapping[str, Any], to: Target | None
+) -> Mapping[str, Any] | None:
+    """Return the compiler's options for a step on ``to``: its own ones, if it has any."""
+    if to is not None and isinstance(step, Jitted):
+        return step.compiling(to.platform, args, kwargs)
+    return private.options_of(whole)
+
+
+def _lowered(
+    step: jax.stages.Traced,
+    given: tuple[Any, Any],
+    to: Target | None,
+    arguments: Sequence[Argument],
+    options: Mapping[str, Any] | None = None,
+    sends: bool = False,
+) -> Compiled:
+    """Lower and compile a step.
+
+    Args:
+      step: the step, traced.
+      given: its (args, kwargs).
+      to: the chip to compile for; ``None``: the step's own devices.
+      arguments: what it is given.
+      options: the compiler's options for ``to``; ``None`` means ``jax_offload.compiler_options``.
+      sends: whether it is the program before an update that runs elsewhere.
+    """
+    if to is None:
+        lowered = step.lower()
+        own = options_for_sending(jax.default_backend()) if sends else {}
+        return _of_jax(lowered.compile(compiler_options=own) if own else lowered.compile(), arguments)
+    check_installed(to)
+    places = [s for x in jax.tree.leaves(given) if (s := getattr(x, "sharding", None)) is not None]
+    if elsewhere := [d.platform for s in places for d in s.device_set if d.platform != "cpu"]:
+        raise ValueError(
+            f"target: to compile for {to.name} the arguments must be abstract or on the CPU; some are on "
+            f"{elsewhere[0]}. Start jax with JAX_PLATFORMS=cpu, or hand over jax.ShapeDtypeStructs on a mesh of "
+            "jax.devices('cpu')."
+        )
+    lowered = step.lower(lowering_platforms=(to.platform,))
+    if options is None:
+        options = (options_for_sending if sends else compiler_options)(to.platform)
+    n = max((len(s.device_set) for s in places), default=1)
+    executable = compile_for(to, lowered.compiler_ir("stablehlo"), n, dict(options))
+    module, memory = Module(executable.hlo_modules()[0].to_string()), executable.get_compiled_memory_stats()
+    return Compiled(module, memory, _numbered(module, arguments), to.name, to.chip, compiled_for=True)
+
+
+def _of_jax(executable: Any, arguments: Sequence[Argument]) -> Compiled:
+    """Read an executable for devices that are there."""
+    shardings = jax.tree.leaves(executable.input_shardings)  # of those arguments that the program has kept
+    devices = next((list(s.device_set) for s in shardings if s.device_set), None) or jax.local_devices()
+    kind = devices[0].device_kind
+    named, module = known_as(kind), Module(executable.as_text())
+    given = _numbered(module, arguments)
+    if len(shardings) == len(module.arguments):
+        hosts = [s.memory_kind == HOST_KIND for s in shardings]
+        given = {n: dataclasses.replace(x, host=hosts[n], state=x.state or hosts[n]) for n, x in given.items()}
+    target, its_chip = (devices[0].platform, None) if named is None else (kind, chip(named))
+    return Compiled(module, executable.memory_analysis(), given, target, its_chip)
+
+
+# -- what the arguments are
+
+
+def _given(step: Any, kept: Sequence[bool] | None = None, carried: Mapping[str, Any] | None = None) -> list[Argument]:
+    """Describe the arguments of a traced step in jax's order.
+
+    Args:
+      step: the step.
+      kept: for each of them whether the update that owns it keeps it in host memory.
+      carried: what a pipelined step carries, which it has in dicts, by names.
+    """
+    paths = [path for path, _ in tree_flatten_with_path(step.args_info)[0]]
+    avals, names = step.jaxpr.in_avals, step.jaxpr.jaxpr.debug_info.arg_names or [""] * len(paths)
+    states, by_name, found = _states(step.args_info), _states_by_name(carried or {}), list[Argument]()
+    for k, (path, aval, name) in enumerate(zip(paths, avals, names, strict=True)):
+        host = is_host_aval(aval)
+        state = host or _below(path, states) or getattr(path[-1], "key", None) in by_name
+        waits = bool(carried) and getattr(path[1], "idx", None) == 1
+        found.append(Argument(name or "", host, state, waits, None if kept is None else kept[k]))
+    return found
+
+
+def _below(path: tuple[Any, ...], states: Set[tuple[Any, ...]]) -> bool:
+    return any(path[:k] in states for k in range(len(path) + 1))
+
+
+def _states(tree: Any) -> set[tuple[Any, ...]]:
+    """Return the paths of an optimizer's states: subtrees whose class is one of optax's or of this package."""
+
+    def is_state(x: Any) -> bool:
+        return type(x).__module__.split(".")[0] in ("optax", "jax_offload") and not hasattr(x, "shape")
+
+    return {path for path, x in tree_flatten_with_path(tree, is_leaf=is_state)[0] if is_state(x)}
+
+
+def _states_by_name(carried: Mapping[str, Any]) -> set[str]:
+    states, paths = _states(carried), tree_flatten_with_path(carried)[0]
+    return {name for name, (path, _) in zip(names_of(carried), paths, strict=True) if _below(path, states)}
+
+
+def _numbered(module: Module, given: Sequence[Argument]) -> dict[int, Argument]:
+    """Return the arguments by number in the program, which leaves out unused ones and has jax's names for them."""
+    found, left = dict[int, Argument](), list(given)
+    for number, op in sorted(module.arguments.items()):
+        if (k := next((k for k, x in enumerate(left) if op.scope.endswith(x.name)), None)) is not None:
+            found[number], left = left[k], left[k + 1 :]
+    return found
+
+
+# -- the first program of a step that is driven
+
+
+class _Nowhere:
+    """The home of leaves on disk in an abstract state: no step that is only looked at reads them."""
+
+    def ends(self, name: str) -> tuple[int, ...]:
+        return ()
+
+
+def on_files(args: Any, step: Any) -> Any:
+    """Return a step's arguments, with those on disk that its updates read there. ``step``: traced with them."""
+    if any(map(is_on_disk, jax.tree.leaves(args, is_leaf=is_on_disk))):
+        return args
+    index_of = {v: k for k, v in enumerate(step.jaxpr.invars)}
+    found = [(each, each.update.on_disk) for each in updates_in(step) if isinstance(each.update, Update)]
+    there = {index_of[v] for each, leaves in found for v in each.inputs_of(leaves) if v in index_of}
+    if not there:
+        return args
+    leaves, treedef = jax.tree.flatten(args)
+    home, arrays = _Nowhere(), [k for k, x in enumerate(leaves) if is_traced(x)]
+    for number in there:
+        x = leaves[k := arrays[number]]
+        there_to = getattr(x, "sharding", None) or SingleDeviceSharding(jax.devices()[0], memory_kind=HOST_KIND)
+        place = Place(home, f"leaf {number}", tuple(x.shape), np.dtype(x.dtype), there_to)
+        leaves[k] = OnDisk(jax.ShapeDtypeStruct((), TOKEN), place)
+    return jax.tree.unflatten(treedef, leaves)
+
+
+def _first_program(step: Jitted, given: tuple[Any, Any], whole: Any, to: Target | None) -> Compiled:
+    """Compile the program before the update.
+
+    Raises:
+      ValueError: Python cannot drive the step.
+    """
+    leaves = jax.tree.leaves(given)
+    if any(isinstance(getattr(sharding_of(x), "mesh", None), jax.sharding.AbstractMesh) for x in leaves):
+        raise ValueError(_ON_ABSTRACT)
+    donated = [info.donated for info in jax.tree.leaves(whole.args_info)]
+    if (given := on_files(as_given := given, whole.jaxpr)) is not as_given:
+        whole = step.trace(*given[0], **given[1])
+    leaves = [x for x in jax.tree.leaves(given) if is_traced(x)]
+    driven = Driven(whole.jaxpr, leaves, donated, {}, {}, segments=False)
+    task, program, of_step = driven.first
+    at = {v: k for k, v in enumerate(of_step.arguments)}
+    taken = [at[v] for v in task.inputs if v in at]
+    names = [name or "argument" for name in whole.jaxpr.jaxpr.debug_info.arg_names or [""] * len(leaves)]
+    names = [name if names.index(name) == k else f"{name} {k}" for k, name in enumerate(names)]
+    handed = [{names[k]: in_its_memory(leaves[k]) for p, k in enumerate(taken) if (p in {*task.reused}) is own}
+              for own in (True, False)]  # fmt: skip
+
+    def before(donated: dict[str, Any], rest: dict[str, Any]) -> list[Any]:
+        values = donated | rest
+        return list(program(*(values[names[at[v]]] if v in at else of_step.consts[v] for v in task.inputs)))
+
+    first = jax.jit(before, donate_argnums=0, out_shardings=driven.result_places(task)).trace(*handed)
+    found = _lowered(first, (handed, {}), to, _given(first), sends=True)
+    arrays = filter(is_traced, jax.tree.leaves(given, is_leaf=is_on_disk))
+    others = [x for k, x in enumerate(arrays) if k not in taken]
+    elsewhere = any(is_on_disk(x) or getattr(sharding_of(x), "memory_kind", None) == HOST_KIND for x in others)
+    return dataclasses.replace(found, program=BEFORE, host_elsewhere=elsewhere)
+
+
+# -- compiling for a chip that is not there
+#
+# The step is traced for the CPU's devices and lowered for the target's platform, and the module goes to a compile-only
+# client of that platform's plugin: compile-only GPU devices report no memory spaces, and drop ``pinned_host``.
+
+_GPUS = ("a100", "h100", "h200")
+# Some topologies of each; there are more.
+_TPUS = {"v5e": "1x1, 2x2, 2x4, 4x4, 8x8", "v5p": "1x1x1, 2x2x1, 2x2x2, 2x2x4", "v6e": "1x1, 2x2, 2x4, 4x4, 8x8"}
+_CUDA_PLUGIN = "jax_plugins.xla_cuda13"
+# Without these, libtpu queries the machine of a TPU.
+_ENVIRONMENT = {
+    "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1",
+    "TPU_SKIP_MDS_QUERY": "1",
+    "TPU_ACCELERATOR_TYPE": "v5litepod-4",
+    "TPU_WORKER_HOSTNAMES": "localhost",
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+}
+
+
+def prepare() -> None:
+    """Set the environment variables that the plugins read, if nobody has; call it before jax asks for a platform."""
+    for name, value in _ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+
+
+@dataclasses.dataclass(frozen=True)
+class Target:
+    """A chip to compile for: its name as it was given, ``h200`` or ``v5e:2x2``, and its figures."""
+
+    name: str
+    chip: Chip
+
+    @property
+    def platform(self) -> str:
+        """The platform for jax's lowering: ``cuda`` or ``tpu``."""
+        return self.chip.platform
+
+    @property
+    def missing(self) -> str:
+        """The wheel that has to be installed to compile for this target; empty if it is there."""
+        wheel, module = ("jax-cuda13-plugin", "jax_cuda13_plugin") if self.platform == "cuda" else ("libtpu", "libtpu")
+        return "" if importlib.util.find_spec(module) else wheel
+
+
+def target_of(name: str) -> Target:
+    """Return the target of that name, and set the environment variables that its plugin reads.
+
+    Raises:
+      TypeError: ``name`` is not a string.
+      ValueError: the target is not known, or a TPU's name has no topology.
+    """
+    if not isinstance(name, str):
+        raise TypeError(f'target: expected the name of a chip, "h200" or "v5e:2x2"; got {name!r}.')
+    prepare()
+    kind, _, topology = name.lower().partition(":")
+    if kind in _GPUS and not topology:
+        return Target(kind, chip(kind))
+    if kind in _TPUS:
+        return Target(f"{kind}:{topology or '1x1'}", chip(kind))
+    known = ", ".join((*_GPUS, *(f"{tpu}:2x2" for tpu in _TPUS)))
+    raise ValueError(f"target: cannot compile for {name!r}. Known: {known} (of a TPU any topology).")
+
+
+def check_installed(target: Target) -> None:
+    """Raise ``ValueError`` if the compiler of ``target`` is not installed."""
+    if target.missing:
+        raise ValueError(
+            f"target: {target.missing}, which compiles for {target.name}, is not installed: "
+            "pip install 'jax_offload[aot]'."
+        )
+
+
+def _described(target: Target, name: str, **kwargs: Any) -> Any:
+    """Return the topology of that name.
+
+    If jax started before the environment was set, it has given up the plugin for GPUs and knows no topologies of cuda.
+    The plugin is then initialized once more. A plugin that cannot describe a chip at all fails in the same way.
+    """
+    prepare()
+    for again in (False, True):
+        try:
+            if again:
+                importlib.import_module(_CUDA_PLUGIN).initialize()
+            return topologies.get_topology_desc(platform=target.platform, topology_name=name, **kwargs)
+        except (NotImplementedError, ImportError) as error:
+            if again or target.platform != "cuda":
+                raise ValueError(
+                    f"target: jax's plugin that compiles for {target.name} cannot describe a chip that is not there "
+                    f"({error}). Its version has to be jax's own: pip install --upgrade 'jax_offload[aot]' "
+                    f"'jax=={jax.__version__}'."
+                ) from error
+        except jax.errors.JaxRuntimeError as error:
+            kind, _, topology = name.partition(":")
+            raise ValueError(
+                f"target: {kind} has no topology {topology!r}: {str(error).splitlines()[0]}. Known: "
+                f"{_TPUS.get(kind, 'none')} and larger ones."
+            ) from error
+
+
+@functools.cache
+def _devices(target: Target, n: int) -> list[Any]:
+    if target.platform == "cuda":
+        spec = Path(__file__).with_name(f"{target.name}.txtpb").read_text()
+        described = _described(target, target.name, target_config=spec, topology=f"1x1x{n}")
+    else:
+        described = _described(target, target.name)
+    if len(described.devices) < n:
+        raise ValueError(f"target: the step is for {n} devices, and {target.name} has {len(described.devices)}.")
+    return list(described.devices)[:n]
+
+
+def compile_for(target: Target, module: Any, n: int, options: dict[str, Any]) -> Any:
+    """Compile a StableHLO module, lowered for ``target.platform``, for ``n`` devices."""
+    check_installed(target)
+    devices = _devices(target, n)
+    ids = [device.id for device in devices] if target.platform == "tpu" else list(range(n))
+    # Autotuning needs the device.
+    tuned = {"xla_gpu_autotune_level": 0} if target.platform == "cuda" else {}
+    return private.compiled(module, devices, ids, {**tuned, **options})

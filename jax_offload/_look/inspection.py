@@ -1,0 +1,417 @@
+"""Inspect what an executable really does with host memory; ``verify`` is the check for a user's own test."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from jax_offload._look.chips import Chip
+from jax_offload._look.chips import chip as chip_of
+from jax_offload._look.compiled import SAYS, Compiled, compiled
+from jax_offload._look.hlo import SCOPE
+from jax_offload._look.text import aligned, in_seconds, preformatted
+from jax_offload._look.timeline import (
+    COMPUTE,
+    LOAD,
+    STORE,
+    UNKNOWN,
+    Program,
+    Segment,
+    Timeline,
+    length,
+    merged,
+    without,
+)
+
+_MIB = 2**20
+_LARGE = 64 * _MIB  # below it, loading all of a state at once costs nothing
+# If more than this share of the loaded bytes is on the device at once, nothing holds the loads back. XLA for a TPU
+# delays some loads by itself.
+_MOST, _MOST_OF_A_STREAM = 0.5, 0.9
+
+
+@dataclasses.dataclass(frozen=True)
+class Transfer:
+    """The transfers of one leaf in one direction during one step.
+
+    Attributes:
+      leaf: the argument, as jax names it, with its path.
+      loads: whether from the host.
+      nbytes: per device.
+      pieces: how many copies.
+      hidden: of the time that the copies take, the share in which something is computed; simulated.
+    """
+
+    leaf: str
+    loads: bool
+    nbytes: int
+    pieces: int
+    hidden: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Problem:
+    """Something wrong and its fix; the leaf that it concerns, if one; whether it makes the offload unreal."""
+
+    what: str
+    leaf: str = ""
+    error: bool = True
+
+
+def transfers(played: Timeline, unknown: str = UNKNOWN) -> tuple[Transfer, ...]:
+    """Return the transfers of a run, one for each leaf and direction, in the order of their starts.
+
+    ``unknown``: what moves where no leaf is known.
+    """
+    computing = played.spans(COMPUTE)
+    found: dict[tuple[str, bool], list[Segment]] = {}
+    for s in played.segments:
+        if s.lane in (LOAD, STORE):
+            found.setdefault((unknown if s.name == UNKNOWN else s.name, s.lane == LOAD), []).append(s)
+    result = []
+    for (leaf, loads), copies in found.items():
+        busy = merged(copies)
+        seconds, nbytes = length(busy), sum(s.nbytes for s in copies)
+        hidden = 1 - length(without(busy, computing)) / seconds if seconds else 1.0
+        result.append(Transfer(leaf, loads, nbytes, len(copies), hidden))
+    return tuple(result)
+
+
+def problems(program: Compiled, schedule: Program, played: Timeline) -> tuple[Problem, ...]:
+    """Return the faults of a step that is meant to be offloaded, errors first."""
+    checks = _nothing_there, _not_where_they_should_be, _crossed
+    found = [problem for check in checks for problem in check(program)]
+    found += [*_all_at_once(program, played), *_host_arithmetic(schedule)]
+    return tuple(sorted(found, key=lambda problem: not problem.error))
+
+
+def _nothing_there(program: Compiled) -> Iterator[Problem]:
+    given, module = program.given, program.module
+    if any(x.host for x in given.values()) or program.host_elsewhere or module.uses_host:
+        return
+    state = [module.taken[number].nbytes for number, x in given.items() if x.state]
+    what = (
+        f"; its optimizer state has {len(state)} leaves, {sum(state) / _MIB:.2f} MiB, on the device. Wrap the "
+        "optimizer, jax_offload.offload(...), and make the state with its init; or move one that is there: "
+        "jax_offload.to_host(tx, state)"
+        if state
+        else ", nor is it an optimizer's state: what no result needs is left out by the compiler. Give the step a "
+        "state, and return the new one"
+    )
+    yield Problem(f"nothing that this step is given is in host memory{what}")
+
+
+def _not_where_they_should_be(program: Compiled) -> Iterator[Problem]:
+    arrays, names = program.module.taken, {n: op.scope for n, op in program.module.arguments.items()}
+    # Matched by type: a compiled program does not say which argument a result replaces. A gradient in host memory is
+    # used up.
+    taken = Counter(
+        (x.dtype, x.shape) for n, x in arrays.items()
+        if x.host and (n not in program.given or program.given[n].kept_on_host is not False)
+    )  # fmt: skip
+    given_back = Counter((x.dtype, x.shape) for x in program.module.given_back.values() if x.host)
+    for number, given in program.given.items():
+        array, kept = arrays.get(number), given.kept_on_host
+        if array is None:
+            continue
+        if kept is None:  # no update is seen
+            kept = given.state and given_back[array.dtype, array.shape] > taken[array.dtype, array.shape]
+        if given.host and not array.host:
+            yield Problem("is handed over in host memory, and the program takes it on the device", names[number])
+        elif kept and not given.host:
+            what = (
+                "belongs in host memory and arrives on the device, where it stays throughout the step. Move it before, "
+                "jax_offload.to_host(tx, state), or restore into jax_offload.abstract_state(tx, params)"
+            )
+            yield Problem(what, names[number])
+    for (dtype, shape), times in taken.items():
+        leaves = [names[number] for number, x in arrays.items() if (x.dtype, x.shape) == (dtype, shape)]
+        if (lost := times - given_back[dtype, shape]) > 0:
+            what = (
+                f"{lost} of {times} leaves {dtype}{list(shape)} in host memory are not returned there: the next step "
+                "finds them on the device. Return the state, with out_shardings of "
+                "jax_offload.abstract_state(tx, params) where there are any"
+            )
+            yield Problem(what, leaves[0] if len(leaves) == 1 else "")
+
+
+def _crossed(program: Compiled) -> Iterator[Problem]:
+    """Find donated buffers that are paired with a result in another memory."""
+    module = program.module
+    for place, number in module.aliases.items():
+        if module.taken[number].host != module.given_back[place].host:
+            what = (
+                f"is donated, and its buffer is given to result {place[0] if place else 0}, in another memory: that "
+                "aborts on a CPU, and overwrites memory on a GPU. Return donated arguments in their order, or jit with "
+                "jax_offload.jit"
+            )
+            yield Problem(what, module.arguments[number].scope)
+
+
+def _all_at_once(program: Compiled, played: Timeline) -> Iterator[Problem]:
+    loaded = defaultdict[str, int](int)
+    for s in played.segments:
+        if s.lane == LOAD and s.name != UNKNOWN:
+            loaded[s.name] += s.nbytes
+    held, total = played.window, sum(loaded.values())
+    ours = any(SCOPE.search(op.scope) for at in program.module.computations.values() for op in at.ops)
+    if not any(given.host for given in program.given.values()) or not total or (ours and held < _LARGE):
+        return
+    if held >= (_MOST_OF_A_STREAM if ours else _MOST) * total:
+        leaves = _leaves(sorted(loaded, key=lambda leaf: (-loaded[leaf], leaf)))
+        why = (
+            "its leaves are loaded whole: jax_offload.placement(step, *args) says why"
+            if ours
+            else "nothing holds the loads back, as by the usual recipe of device_put, update, device_put: the step's "
+            "peak does not fall. Let jax_offload.offload(...) load, update and store"
+        )
+        of = f"{held / _MIB:.2f} MiB of the state are on the device at once, of {total / _MIB:.2f} ({leaves})"
+        yield Problem(f"{of}: {why}", error=not ours)
+
+
+def _host_arithmetic(schedule: Program) -> Iterator[Problem]:
+    found: dict[str, dict[str, None]] = {}
+    for op in (op for at in schedule.module.run for op in at.ops):
+        host = '_xla_compute_type="host"' in op.rest or op.target == "HostExecute"
+        if not host or op.opcode.endswith("-done"):
+            continue
+        called = re.search(r"\b(?:calls=|called_computations=\{)%([\w.\-]+)", op.rest)
+        body = schedule.module.computations.get(called[1]) if called else None
+        computed = [x for x in (body.ops if body else [op]) if x.opcode not in ("parameter", "copy", "tuple")]
+        what = "is copied within host memory by the host's cores, as XLA does not write it in place"
+        if computed:
+            name = next((x.scope for x in (op, *computed) if x.scope), op.name)
+            what = (
+                f"{name} is computed by the host's cores, as its operand is in host memory: move it to the device "
+                "first, jax_offload.to_device or jax.device_put(x, jax.memory.Space.Device)"
+            )
+        read = [of.scope for x in op.operands if (of := schedule.buffers.argument(x)) and of.array and of.array.host]
+        found.setdefault(what, {}).update(dict.fromkeys(read))
+    yield from (Problem(what, _leaves(sorted(leaves)), error=False) for what, leaves in found.items())
+
+
+def _leaves(names: Sequence[str]) -> str:
+    return f"{names[0]} and {len(names) - 1} more" if len(names) > 1 else "".join(names)
+
+
+_UNSEEN_ON_A_CPU = (
+    "whether the state streams or is on the device all at once, and arithmetic on the host: jax on a CPU leaves out "
+    'the copies. Compile for a chip that need not be there: target="h200"'
+)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Inspection:
+    """What a compiled step does with device memory, host memory and the link between them; ``print`` it.
+
+    ``jax_offload.inspect`` returns it. Figures are bytes on each device; the printed tables have MiB.
+
+    Attributes:
+      target: the chip for which the step was compiled, or the platform.
+      peak: the peak of device memory in the step, from XLA's compiler.
+      parts: the peak by kind, from XLA's compiler: parameters, state on the device, gradients that wait for their
+        update, other arguments, new results (those that take no donated buffer), and temporaries (activations,
+        gradients, the window).
+      host: pinned host memory of the step's arguments, results and temporaries.
+      host_temp: the temporaries among them. A program that streams in place has none.
+      transfers: one for each leaf and direction between host and device.
+      problems: the faults found; empty if all is well.
+      timeline: the simulated run; ``None`` if the chip's figures are unknown.
+      compiled_for: whether the step was compiled for a chip that is not there.
+      program: ``"before"``, the first program, if the step runs as several programs.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, optax, jax_offload as jo
+      >>> tx, params = jo.offload(optax.adamw(1e-3)), jax.device_put(jnp.ones((256, 256)), jax.devices()[0])
+      >>> step = jax.jit(lambda p, s: jo.update_params(tx, p, s, p), donate_argnums=(0, 1))
+      >>> seen = jo.inspect(step, params, tx.init(params))
+      >>> seen.problems, seen.peak == sum(seen.parts.values())
+      ((), True)
+    """
+
+    target: str
+    peak: int
+    parts: Mapping[str, int]
+    host: int
+    host_temp: int
+    transfers: tuple[Transfer, ...]
+    problems: tuple[Problem, ...]
+    timeline: Timeline | None
+    compiled_for: bool
+    program: str = ""
+
+    @property
+    def errors(self) -> tuple[Problem, ...]:
+        """The problems that make the offload unreal."""
+        return tuple(problem for problem in self.problems if problem.error)
+
+    @property
+    def loaded(self) -> int:
+        """Bytes from the host in one step."""
+        return sum(t.nbytes for t in self.transfers if t.loads)
+
+    @property
+    def stored(self) -> int:
+        """Bytes to the host in one step."""
+        return sum(t.nbytes for t in self.transfers if not t.loads)
+
+    @property
+    def unseen(self) -> str:
+        """The faults that this program cannot show; empty if it can show all."""
+        found = [_UNSEEN_ON_A_CPU] if self.target == "cpu" else []
+        return ". ".join(found + ([f"the other programs. {SAYS}"] if self.program else []))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return everything as JSON types, without the timeline's segments."""
+        plain = ("target", "compiled_for", "peak", "host", "host_temp", "unseen", "program")
+        lists = ("transfers", "problems")
+        return {
+            **{name: getattr(self, name) for name in plain},
+            **{name: [dataclasses.asdict(x) for x in getattr(self, name)] for name in lists},
+            "parts": dict(self.parts),
+            "timeline": self.timeline and self.timeline.to_dict(),
+        }
+
+    def __str__(self) -> str:
+        how = "compiled, not run" if self.compiled_for else "compiled"
+        parts = [(f"peak of device memory ({how})", _mib(self.peak))]
+        parts += [(f"  {name}", _mib(nbytes)) for name, nbytes in self.parts.items() if nbytes >= 0.005 * _MIB]
+        # XLA's analysis counts all memory of a CPU as device memory.
+        host = ("pinned host memory: a CPU counts it above", "") if self.target == "cpu" else None
+        parts += [host or ("pinned host memory", _mib(self.host))]
+        parts += [("  temporaries", _mib(self.host_temp))] if self.host_temp else []
+        which = f", program {self.program!r}" if self.program else ""
+        found: list[tuple[str, Sequence[tuple[str, ...]]]] = [(f"device: {self.target}{which}", [("", "MiB"), *parts])]
+        if t := self.timeline:
+            times = [("step", t.step), ("  compute", t.compute), ("  waits for transfers", t.exposed)]
+            times += [("  waits for collectives", t.exposed_collectives)] if t.collectives else []
+            rows = [(name, in_seconds(seconds)) for name, seconds in [*times, ("link alone, both ways", t.link)]]
+            found.append((f"simulated on {t.chip}, not measured", [("", "time"), *rows]))
+        if self.transfers:
+            by_bytes = sorted(self.transfers, key=lambda t: (-t.nbytes, t.leaf, not t.loads))
+            rows = [(t.leaf, "load" if t.loads else "store", _mib(t.nbytes), f"{t.hidden:.0%}") for t in by_bytes]
+            rows = rows if len(rows) <= 40 else [*rows[:39], (f"... and {len(rows) - 39} more", "", "", "")]
+            found.append(("transfers", [("leaf", "way", "MiB", "hidden"), *rows]))
+        rows = [("error" if p.error else "warning", f"{p.leaf}: {p.what}" if p.leaf else p.what) for p in self.problems]
+        rows = rows or [("none", "")]
+        rows += [("not seen", self.unseen)] if self.unseen else []
+        found.append(("problems", rows))
+        return "\n\n".join(
+            "\n".join([title, *(f"  {line}" for line in aligned(rows, _numeric(rows)))]) for title, rows in found
+        )
+
+    _repr_html_ = preformatted
+
+
+def _mib(nbytes: float) -> str:
+    return f"{nbytes / _MIB:.2f}"
+
+
+def _numeric(rows: Sequence[Sequence[str]]) -> list[int]:
+    """The columns below the header that hold numbers, which end flush."""
+    columns = zip(*rows[1:], strict=True)
+    return [k for k, cells in enumerate(columns)
+            if all(cell.replace(".", "").strip("-%").isdigit() for cell in cells if cell)]  # fmt: skip
+
+
+def inspect(
+    step: Any, *args: Any, target: str | None = None, chip: str | Path | Chip | None = None, **kwargs: Any
+) -> Inspection:
+    """Compile a step and say what it does with device memory, host memory and the link between them.
+
+    It compiles for the devices of the arguments, or for a chip that is not there, and reads the scheduled program.
+    Nothing runs, and nothing is allocated on a device. On a CPU jax leaves out the copies between memories, so there
+    are no transfers to see and the peak says little; pass ``target``. ``unseen`` lists what stays unknown.
+
+    Args:
+      step: a training step, jitted with its donation, or by ``jax_offload.jit``; or the result of
+        ``jax_offload.pipelined``, whose second call is inspected.
+      *args: the step's arguments, concrete or abstract (``jax.ShapeDtypeStruct`` with a sharding). For a pipelined
+        step, the original step's arguments, or the call's.
+      target: a chip to compile for: ``"h200"``, ``"h100"``, ``"v5e:2x2"``, or ``v5p`` and ``v6e`` with a topology. It
+        needs the extra ``aot``, and arguments that are abstract or on the CPU.
+      chip: the chip whose speeds the simulation uses, as ``jax_offload.chip`` takes it; the target's if left out.
+      **kwargs: the step's keyword arguments.
+
+    Returns:
+      An ``Inspection``.
+
+    Raises:
+      TypeError: ``step`` is none of these.
+      ValueError: the target or the chip is not known, its compiler is not installed, or it has too few devices.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, optax, jax_offload as jo
+      >>> tx, params = jo.offload(optax.adamw(1e-3)), jax.device_put(jnp.ones((256, 256)), jax.devices()[0])
+      >>> step = jax.jit(lambda p, s: jo.update_params(tx, p, s, p), donate_argnums=(0, 1))
+      >>> print(jo.inspect(step, params, tx.init(params)))  # doctest: +ELLIPSIS
+      device: cpu
+      ...
+      problems
+        none...
+    """
+    return inspected(compiled(step, args, kwargs, target), chip)
+
+
+def inspected(program: Compiled, chip: str | Path | Chip | None) -> Inspection:
+    """Inspect a compiled step. ``chip``: the chip whose speeds the simulation uses."""
+    own = program.chip and (program.chip.beside_others if program.module.devices > 1 else program.chip)
+    speeds = own if chip is None else chip
+    # Without the chip's figures the schedule still tells what lives when; its times are then discarded.
+    schedule = Program(program.module, chip_of("h200" if speeds is None else speeds))
+    run, m, parts = schedule.timeline(), program.memory, program.parts
+    host = m.host_argument_size_in_bytes + m.host_output_size_in_bytes - m.host_alias_size_in_bytes
+    return Inspection(
+        target=program.target,
+        peak=sum(parts.values()),
+        parts=parts,
+        host=host + m.host_temp_size_in_bytes,
+        host_temp=m.host_temp_size_in_bytes,
+        # The first of several programs sends what the host's cores read.
+        transfers=transfers(run, "gradients" if program.program else UNKNOWN),
+        problems=problems(program, schedule, run),
+        timeline=None if speeds is None else run,
+        compiled_for=program.compiled_for,
+        program=program.program,
+    )
+
+
+def verify(step: Any, *args: Any, target: str | None = None, **kwargs: Any) -> Inspection:
+    """Raise if the offload of a step is not real: one line for your script or a test.
+
+    The offload is not real if nothing of the state is in host memory, if a leaf arrives on the device or does not
+    return to the host although it should, if a donated buffer crosses memory kinds, or if all of the state is on the
+    device at once, as in the usual recipe. The last can be seen only with a ``target`` or on an accelerator, because
+    jax leaves out the copies on a CPU; ``unseen`` then says so.
+
+    Args:
+      step: the step, as for ``jax_offload.inspect``.
+      *args: the step's arguments.
+      target: the chip to compile for, as for ``jax_offload.inspect``.
+      **kwargs: the step's keyword arguments.
+
+    Returns:
+      The ``Inspection``, which may contain warnings.
+
+    Raises:
+      ValueError: the offload is not real, with the reason and the fix; or as ``jax_offload.inspect``.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, optax, jax_offload as jo
+      >>> tx, params = jo.offload(optax.adamw(1e-3)), jax.device_put(jnp.ones((256, 256)), jax.devices()[0])
+      >>> step = jax.jit(lambda p, s: jo.update_params(tx, p, s, p), donate_argnums=(0, 1))
+      >>> jo.verify(step, params, tx.init(params)).errors
+      ()
+    """
+    found = inspect(step, *args, target=target, **kwargs)
+    if found.errors:
+        said = "\n".join(f"- {p.leaf}: {p.what}" if p.leaf else f"- {p.what}" for p in found.errors[:10])
+        more = f"\nand {len(found.errors) - 10} more" if len(found.errors) > 10 else ""
+        raise ValueError(
+            f"verify(): the offload of this step is not real, as compiled for {found.target}:\n{said}{more}"
+        )
+    return found

@@ -1,0 +1,502 @@
+"""``plan``: whether a training step fits, what to write, and what it costs, before anything runs."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect as signatures
+import math
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
+from jax.tree_util import tree_map_with_path
+
+from jax_offload._disk.disk import Disk
+from jax_offload._emit.region import Moved, Update
+from jax_offload._look.answer import ON_A_HOST, OPERATIONS, Plan, Row
+from jax_offload._look.callables import replaced, unwrapped
+from jax_offload._look.chips import Chip
+from jax_offload._look.chips import chip as chip_of
+from jax_offload._look.compiled import target_of
+from jax_offload._look.inspection import inspect
+from jax_offload._look.report import of_transformation
+from jax_offload._look.text import bytes_of, count_of, in_bytes, in_seconds
+from jax_offload._look.timeline import compute_time
+from jax_offload._offload import offload
+from jax_offload._program.arrays import Offloaded, nbytes
+from jax_offload._program.jaxprs import Var
+from jax_offload._program.paths import key_of
+from jax_offload._program.propagate import NEEDS
+from jax_offload._program.shardings import names_in, sharding_of, shards_of
+from jax_offload._state.arguments import check_inner, check_params
+from jax_offload._state.around import shardings_of
+from jax_offload._state.state import described_state
+from jax_offload._step.jit import jit
+from jax_offload._step.pipelined import pipelined
+
+RECOMPUTED = 17  # elements that the one layer under recomputation holds, for each token and column of its width
+GATHERED = 3  # layers that are whole on a device where parameters are divided: in use, prefetched, and a gradient
+TRIES = 3  # of a fraction
+FLOATING = ("bfloat16", "float16", "float32", "float64")
+AXIS = "data"  # of the mesh of a model that only a number describes
+PER_WIDTH = 128  # such a model has this many columns of width per layer, and its width is a multiple of this
+
+_RUN: dict[str, Callable[..., Any]] = {"jax.jit": jax.jit, "jo.jit": jit, "jo.pipelined": pipelined}
+_OPTIMIZERS = optax.GradientTransformation | optax.MultiSteps
+_DEFAULTS = {name: option.default for name, option in signatures.signature(offload).parameters.items()}
+
+
+def plan(
+    tx: Any,
+    params: Any,
+    *args: Any,
+    chip: str | Chip | None = None,
+    tokens_per_step: float | None = None,
+    device_memory: int | str | None = None,
+    host_memory: int | str | None = None,
+    activations: int | str | None = None,
+    layers: int | None = None,
+    width: int | None = None,
+    devices: int = 1,
+    replicated: bool = False,
+    param_dtype: str = "bfloat16",
+    compute_dtype: str | None = None,
+    disk: bool = False,
+    target: str | None = None,
+) -> Plan:
+    """Say whether a model fits, what to write, and what offloading adds to a step. ``print`` the answer.
+
+    ``plan(tx, params)`` answers from sizes. Bytes of parameters, gradients, state, window and host memory are exact:
+    the code that places and schedules the state counts them. With ``layers``, ``width`` and ``tokens_per_step`` a
+    stated formula for transformers gives the activations; otherwise they are absent, and a row says how small they must
+    be. Times come from one model, which is printed with its inputs.
+
+    ``plan(make, tx, *args)`` answers for your own step. ``make(tx, *args)`` returns ``(step, *arguments)`` with a
+    state from ``jax_offload.abstract_state(tx, params)``, and is called once for each row. With ``target`` XLA's
+    compiler for that chip gives each row's peak and schedule, in seconds per row; without it only the exact parts are
+    known.
+
+    A row fits if no part is missing and its sum is at most the memory that jax takes of the device, less a headroom of
+    5 %. On a GPU jax takes 75 %, or the share in ``XLA_PYTHON_CLIENT_MEM_FRACTION``.
+
+    Args:
+      tx: the optimizer, offloaded already or not; or ``make``, the function that makes a step.
+      params: the parameters, concrete or abstract, with their shardings; or their number, ``13e9`` or ``"13B"``, for a
+        transformer of equal layers. For ``make``: the optimizer.
+      *args: further arguments of ``make``.
+      chip: the accelerator, a ``Chip`` or a name that ``jax_offload.chip`` takes; the target's if left out.
+      tokens_per_step: the tokens in a step, over all devices. Times need them.
+      device_memory: the memory of one device, in bytes or as text such as ``"80GiB"``; the chip's if left out. If the
+        whole state does not fit, ``plan`` finds the smallest share that has to move.
+      host_memory: the memory of each host, in bytes or as text; the chip's figure if left out.
+      activations: the activations on one device, in bytes or as text, if you know them.
+      layers: the number of layers of the transformer.
+      width: the width of a layer.
+      devices: the number of devices over which the parameters are divided (FSDP), if ``params`` is a number.
+      replicated: whether every device holds all parameters instead, if ``params`` is a number.
+      param_dtype: the dtype of the parameters, if ``params`` is a number.
+      compute_dtype: the dtype of activations and matmuls, ``"bfloat16"`` say; the parameters' if left out.
+      disk: whether to add a row with the state on disk.
+      target: a chip to compile a step for, as ``jax_offload.inspect`` takes it (extra ``aot``).
+
+    Returns:
+      A ``Plan``. Its ``recommended`` row is ``None`` if nothing fits.
+
+    Raises:
+      TypeError: ``tx`` is neither an optimizer nor a function.
+      ValueError: the chip or the target is not known, a number is out of range, or the step cannot be made.
+
+    Example:
+      >>> import jax, optax, jax_offload as jo
+      >>> params = {"w": jax.ShapeDtypeStruct((64, 4096, 4096), "bfloat16")}
+      >>> found = jo.plan(optax.adamw(1e-3), params, device_memory="12GiB", activations="1GiB")
+      >>> found["resident"].fits, round(found["resident"].peak / 2**30, 1)
+      (False, 9.0)
+      >>> found.recommended.code
+      'tx = jo.offload(inner, fraction=0.5); step = jo.jit(step, donate_argnums=(0, 1))'
+    """
+    if target is not None and chip is None:
+        chip = target_of(target).chip
+    known, said, made = None if chip is None else chip_of(chip), list[str](), None
+    if callable(tx) and isinstance(params, _OPTIMIZERS):
+        made, tx = Steps(tx, args, target), _transformation(params)
+        params = made.parameters(_inner_of(tx)[0])
+        said += [] if made.target else [f"nothing is compiled: {made.advice}"]
+    else:
+        _check_sizes(tx := _transformation(tx), args, target)
+    tokens, layers, width = (
+        None if value is None else count_of(name, value)
+        for name, value in (("tokens_per_step", tokens_per_step), ("layers", layers), ("width", width))
+    )
+    if isinstance(params, int | float | str | np.number) and not isinstance(params, bool):
+        n, count = count_of("params", params), count_of("devices", devices)
+        params, of, wide = model_of(n, param_dtype, count, replicated, layers, width)
+        how = "" if count == 1 else ", whole on each device" if replicated else ", divided over the devices (FSDP)"
+        said.append(f"model: {of} equal layers of width {wide}{how}")
+        layers, width = (None, None) if layers is None and width is None else (of, wide)
+    check_params(params)
+    params = jax.tree.map(lambda x: x if hasattr(x, "dtype") else jax.ShapeDtypeStruct((), jnp.result_type(x)), params)
+    leaves = jax.tree.leaves(params)
+    dtype = str(max(leaves, key=nbytes).dtype) if leaves else "float32"
+    dtype = dtype if compute_dtype is None else _float("compute_dtype", compute_dtype)
+    count = max((s.num_devices for x in leaves if (s := sharding_of(x)) is not None), default=1)
+    known = known.beside_others if known is not None and count > 1 else known
+    if activations is not None:
+        activations = bytes_of("activations", activations)
+        said.append(f"activations: {in_bytes(activations)} on each device, as given")
+    elif layers is not None and width is not None and tokens is not None:
+        activations = _activations(leaves, dtype, count, layers, width, tokens, said)
+    multiplied = sum(math.prod(np.shape(x)) for x in leaves if np.ndim(x) >= 2)
+    compute = known and tokens and compute_time(known, OPERATIONS * multiplied * tokens / count, dtype)
+    if known and compute and (made is None or made.target is None):
+        speed = f"{1e-12 / compute_time(known, 1.0, dtype):.4g} TFLOP/s"
+        said.append(
+            f"{dtype} arithmetic: {tokens:,} tokens × {OPERATIONS} operations per matrix parameter, at {speed}: "
+            f"{in_seconds(compute)}"
+        )
+    limit = known.hbm_bytes if known and device_memory is None else device_memory
+    host = known and known.dram_bytes
+    if host_memory is not None:
+        host = bytes_of("host_memory", host_memory) // min(count, ON_A_HOST)
+    setting = Plan(
+        chip=known,
+        tokens_per_step=tokens,
+        devices=count,
+        compute=compute,
+        device_memory=None if limit is None else bytes_of("device_memory", limit),
+        host_memory=host,
+    )
+    inner, given = _inner_of(tx)
+    rows = _Rows(inner, params, activations, setting, made)
+    if not isinstance(tx, Offloaded) and any(leaf.host or leaf.disk for leaf in described_state(tx, params)[0]):
+        found = [rows.judged("as given", tx, "tx unchanged", "jo.jit")]
+        rows.notes.append("an offload inside of a chain: for other rows give jo.offload(the whole chain)")
+    else:
+        found = rows.table(given, disk)
+    rows.notes += [
+        f"{row.name}: only the compiler knows the window, the memory of one group's program, and the chip's figures do "
+        f"not include the disk's speed; each step reads {in_bytes(row.disk)} and writes as many"
+        for row in found
+        if row.disk
+    ]
+    said = [f"{_dtypes(params, inner)}; {count} device{'s' * (count > 1)}", *said, *rows.notes]
+    return dataclasses.replace(setting, options=tuple(found), said=tuple(said))
+
+
+def _check_sizes(tx: Any, args: Sequence[Any], target: str | None) -> None:
+    """Raise an error for what ``plan(tx, params)`` does not take."""
+    if args:
+        raise TypeError(
+            f"plan(tx, params) takes the parameters alone, and plan(make, tx) a function that makes a step; got "
+            f"{2 + len(args)} arguments. To look at one step: jo.inspect(step, *args, target=...)."
+        )
+    if target is not None:
+        raise ValueError(
+            f"target: compiles a step, plan(make, tx, target={target!r}), and an optimizer alone is none. Give "
+            f"chip={target!r} instead."
+        )
+    check_inner(tx, "tx")
+
+
+def _activations(
+    leaves: Sequence[Any], dtype: str, devices: int, layers: int, width: int, tokens: int, said: list[str]
+) -> int:
+    """Return the bytes of a transformer's activations on one device; append the formula to ``said``."""
+    size, every = jnp.dtype(dtype).itemsize, sum(map(nbytes, leaves))
+    found = -(-tokens // devices) * width * size * (layers + RECOMPUTED)
+    formula = f"tokens on a device × width × {size} bytes × (layers + {RECOMPUTED})"
+    if sum(map(own_bytes, leaves)) < every:
+        found += GATHERED * every // layers
+        formula += f" + {GATHERED} gathered layers"
+    said.append(
+        f"activations: {formula} = {in_bytes(found)}, a checkpoint around each of {layers} layers of width "
+        f"{width}, flash attention, and a loss in chunks (Korthikanti et al. 2022)"
+    )
+    return found
+
+
+class _Rows:
+    """The rows for one optimizer and its parameters.
+
+    Attributes:
+      notes: what was found on the way, such as a row that could not be compiled.
+    """
+
+    def __init__(self, inner: Any, params: Any, activations: int | None, setting: Plan, made: Steps | None) -> None:
+        self.inner, self.params, self.activations, self.setting, self.made = inner, params, activations, setting, made
+        self.notes = list[str]()
+
+    def judged(self, name: str, tx: Any, code: str, run: str, same: bool = True) -> Row:
+        """Return the row of an optimizer in a step of ``run``, compiled if there is a target."""
+        parameters = sum(map(own_bytes, jax.tree.leaves(self.params)))
+        code = f"{code}; step = {run}(step, donate_argnums=(0, 1))"
+        row = Row(name, code, parameters, parameters, **sizes_of(tx, self.params, run),
+                  activations=self.activations, same_numbers=same)  # fmt: skip
+        return self.setting.judged(row if self.made is None else self.made.compiled(row, tx, run, self.setting.chip))
+
+    def row(self, name: str, options: Mapping[str, Any], run: str = "jo.jit") -> list[Row]:
+        """Return the row of an ``offload`` with these options; or none, with a note, if your step cannot run so."""
+        text = "".join(f", {key}={'jo.' if key == 'disk' else ''}{value!r}" for key, value in options.items())
+        code, same = f"tx = jo.offload(inner{text})", "storage" not in options
+        try:
+            return [self.judged(name, offload(self.inner, **options), code, run, same)]
+        except (TypeError, ValueError) as error:
+            if self.made is None:
+                raise
+            self.notes.append(f"no row {name!r}: {str(error).splitlines()[0]}")
+            return []
+
+    def table(self, given: Mapping[str, Any], disk: bool) -> list[Row]:
+        """Return all rows, eight at most. ``given``: the options of the offload that was given."""
+        axes = () if {"shard_over", "disk"} & given.keys() else replicated_axes(self.params)
+        over = given.get("shard_over") or (axes[0] if len(axes) == 1 else axes)
+        base = {**given, "shard_over": over} if over else given
+        zero = " ZeRO-1" if over else ""
+        rows = [self.judged("resident", self.inner, "tx = inner", "jax.jit")]
+        if over and not given.keys() & {"disk", "storage"}:
+            rows += self.row(f"resident{zero}", {"shard_over": over, "fraction": 0.0}, "jax.jit")
+        rows += self.row("as given" if given else "offload", given)
+        if base is not given:
+            rows += self.row(f"offload{zero}", base)
+        on_device = {key: value for key, value in base.items() if key not in ("disk", "update_on")}
+        run = "jo.pipelined" if any(row.waits for row in rows) and "disk" not in given else "jo.jit"
+        if run == "jo.pipelined":
+            rows += self.row(f"pipelined{zero if base is not given else ''}", on_device, run)
+        if not any(row.fits for row in rows if row.name.startswith("resident")) and "fraction" not in given:
+            rows += self._smallest_fraction(rows[-1], on_device, run)
+        if self.setting.devices <= ON_A_HOST and not given.keys() & {"update_on", "disk", "shard_over"}:
+            rows += self.row("cores", {**_that_moves(given), "update_on": "host"})
+        if disk and "disk" not in given:
+            rows += self.row("disk", {**_that_moves(on_device), "disk": Disk("/nvme/run")})
+        return rows
+
+    def _smallest_fraction(self, whole: Row, options: Mapping[str, Any], run: str) -> list[Row]:
+        """Return the row of the smallest fraction that fits, to 0.01; none if a part of the sum is not known."""
+        usable = self.setting.usable
+        if usable is None or whole.missing or whole.peak > usable or not whole.host:
+            return []
+        # Without a window so much would have to move; then whole leaves move, and the window takes room too.
+        share = 1 - (usable - whole.peak + (whole.window or 0)) / whole.host
+        for _ in range(TRIES):
+            share = max(math.ceil(100 * share), 1) / 100
+            if share >= 1:
+                break
+            leaves = described_state(offload(self.inner, **{**options, "fraction": share}), self.params)[0]
+            moved = sum(leaf.shard_bytes for leaf in leaves if leaf.host)
+            share = max(share, math.ceil(100 * moved / whole.host) / 100)
+            row = self.row("fraction", {**options, "fraction": share}, run) if share < 1 else []
+            if not row or (over := row[0].peak - usable) <= 0:
+                return row
+            share += over / whole.host
+        return []
+
+
+class Steps:
+    """Makes the step for each row, and compiles it.
+
+    Attributes:
+      target: the chip to compile for; ``None`` if nothing is compiled.
+      advice: what to do to compile for one.
+    """
+
+    def __init__(self, make: Callable[..., Any], args: Sequence[Any], target: str | None) -> None:
+        self.make, self.args = make, args
+        missing = "" if target is None else target_of(target).missing
+        self.target = None if missing else target
+        self.advice = f"{missing} is not installed; " if missing else ""
+        self.advice += "pip install 'jax_offload[aot]' and target=, such as \"h100\", give each row's peak and time"
+        self._donated: tuple[int, ...] = ()
+
+    def parameters(self, inner: optax.GradientTransformation) -> Any:
+        """Return the parameters, abstract, that ``make`` hands to the optimizer's ``init``."""
+        seen: list[Any] = []
+
+        def init(params: Any) -> Any:
+            places = shardings_of(params)
+            seen.append(tree_map_with_path(
+                lambda path, x: jax.ShapeDtypeStruct(np.shape(x), x.dtype, sharding=places.get(key_of(path))), params
+            ))  # fmt: skip
+            return inner.init(params)
+
+        tx = optax.GradientTransformationExtraArgs(init, optax.with_extra_args_support(inner).update)
+        step, args = self._made(tx, "resident")
+        if not seen:
+            raise ValueError(
+                "make: it has made no state of the optimizer that it is given. Return (step, params, state, ...) with "
+                "state = jo.abstract_state(tx, params)."
+            )
+        self._donated = tuple(replaced(args, jax.eval_shape(step, *args)))
+        return seen[0]
+
+    def compiled(self, row: Row, tx: Any, run: str, chip: Chip | None) -> Row:
+        """Return a row with the compiler's figures, if there is a target."""
+        if self.target is None:
+            return row
+        step, args = self._made(tx, row.name)
+        try:
+            found = inspect(_RUN[run](step, donate_argnums=self._donated), *args, target=self.target, chip=chip)
+        except jax.errors.JaxRuntimeError as error:  # a TPU's compiler gives up if memory does not suffice
+            if "RESOURCE_EXHAUSTED" not in str(error):
+                raise
+            return dataclasses.replace(row, compiled=self.target, fits=False, why="more than the compiler can place")
+        left = found.peak - row.parameters - row.state
+        window = min(row.window or 0, left)
+        figures: dict[str, Any] = {"window": window, "gradients": 0, "activations": left - window}
+        figures |= {"compiled": self.target, "host": max(row.host, found.host)}
+        if (time := found.timeline) is not None and not found.program:  # of several programs this is only the first
+            figures |= {"loaded": found.loaded, "stored": found.stored, "link": time.link, "added": time.exposed}
+            figures["overhead"] = time.exposed / time.compute if time.compute else None
+        return dataclasses.replace(row, **figures)
+
+    def _made(self, tx: Any, name: str) -> tuple[Any, tuple[Any, ...]]:
+        """Return a step for one row, and its arguments."""
+        try:
+            step, *args = self.make(tx, *self.args)
+            signatures.signature(step).bind(*args)
+        except (TypeError, ValueError) as error:
+            kind = TypeError if isinstance(error, TypeError) else ValueError
+            raise kind(
+                f"plan(make, tx): make(tx) is called once for each row, here for {name!r}, and is to return (step, "
+                "*arguments): a step that can be called with these arguments, the state among them from "
+                f"jo.abstract_state(tx, params) of the tx that it is given. {error}"
+            ) from error
+        return unwrapped(step), tuple(args)
+
+
+def _inner_of(tx: Any) -> tuple[Any, dict[str, Any]]:
+    """Return the optimizer inside an ``offload``, with the options that are not the defaults; else ``tx`` itself."""
+    if isinstance(tx, Offloaded) and tx.inner is not None:
+        return tx.inner, {k: v for k, v in tx.options.items() if v is not _DEFAULTS[k] and v != _DEFAULTS[k]}
+    return tx, {}
+
+
+def _that_moves(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return options without ``fraction=0``, which goes with neither ``update_on`` nor ``disk``."""
+    return {key: value for key, value in options.items() if key != "fraction" or value != 0}
+
+
+def _transformation(tx: Any) -> Any:
+    return tx.gradient_transformation() if isinstance(tx, optax.MultiSteps) else tx
+
+
+def _dtypes(params: Any, inner: Any) -> str:
+    """Describe the parameters and the state whose bytes are counted."""
+    n = sum(math.prod(np.shape(x)) for x in jax.tree.leaves(params))
+    state = [x for x in jax.tree.leaves(jax.eval_shape(inner.init, params)) if getattr(x, "ndim", 0)]
+    kinds = [" and ".join(sorted({str(x.dtype) for x in xs})) or "none" for xs in (jax.tree.leaves(params), state)]
+    per = sum(map(nbytes, state)) / max(1, n)
+    return f"{n:,} parameters in {kinds[0]}; state in {kinds[1]}, {per:.3g} bytes a parameter"
+
+
+# -- exact bytes, by the code that places the state and schedules the update
+
+
+def sizes_of(tx: Any, params: Any, run: str) -> dict[str, Any]:
+    """Return the sizes of ``tx`` on these parameters, in a step of ``run``: the fields of a ``Row``, ``state`` to
+    ``waits``. Under ``jax.jit`` nothing streams."""
+    leaves, _ = described_state(tx, params)
+    # The cores read gradients and parameters, and send new parameters up, as ``jax_offload.update_params`` has it.
+    owners = {leaf.owner for leaf in leaves if leaf.on_cores}
+    up = sum(own_bytes(x) for k, x in enumerate(jax.tree.leaves(params)) if k in owners)
+    sizes = {
+        "state": sum(leaf.shard_bytes for leaf in leaves if not leaf.host and not leaf.disk),
+        "host": sum(leaf.shard_bytes for leaf in leaves if leaf.host) + 2 * up,
+        "disk": sum(leaf.shard_bytes for leaf in leaves if leaf.disk),
+        "on_cores": sum(leaf.shard_bytes for leaf in leaves if leaf.on_cores),
+    }
+    if run == "jax.jit":
+        return sizes | {"window": 0, "loaded": 0, "stored": 0, "waits": False}
+    table, found = of_transformation(tx, params)
+    if table.unknown:  # only a step has the arguments of its update
+        return sizes | {"window": None, "loaded": None, "stored": sizes["host"] + sizes["disk"], "waits": False}
+    updates = [each.update for each in found]
+    planned = [p for update in updates for p in update.planned if not p.on_cores]
+    loads = Counter(v for p in planned for v in p.slice.loads)
+    # A leaf that a norm of the state reads first is loaded twice, unless a scan of the step holds both updates.
+    doubtful = run == "jo.jit" and max(loads.values(), default=1) > 1
+    loaded = sum(p.slice.loaded_bytes for p in planned)
+    return sizes | {
+        "window": None if sizes["disk"] else min(sum(window.nbytes for window in table.windows), loaded),
+        "loaded": None if doubtful else loaded + up,
+        "stored": sum(map(_stored, updates)) + 2 * up,
+        "waits": any(isinstance(update, Update) and _waits_for_all(update) for update in updates),
+    }
+
+
+def own_bytes(x: Any) -> int:
+    """Return the bytes of an array on one device."""
+    return nbytes(x) // math.prod(shards_of(sharding_of(x), np.shape(x)))
+
+
+def _stored(update: Update | Moved) -> int:
+    """Return the bytes that an update stores on one device: each leaf is divided like the leaf it replaces."""
+    old: Mapping[Var, Var] = update.next_values if isinstance(update, Update) else {}
+    slices = [p.slice for p in update.planned if not p.on_cores]
+    slices += [each.prelude for each in update.passes] if isinstance(update, Update) else []
+    return sum(nbytes(v.aval) // math.prod(s.shards.get(old.get(v, v), ())) for s in slices for v in s.stores)
+
+
+def _waits_for_all(update: Update) -> bool:
+    """Return whether gradients make a number that a slice needs: their norm, or whether all of them are finite."""
+    if len(update.passes) != 1:
+        return len(update.passes) > 1
+    (only,) = update.passes
+    gradients = {*update.gradients}
+    made = NEEDS.spread(only.prelude.jaxpr.eqns, {v: int(v in gradients) for v in only.prelude.inputs})
+    read = {v for p in only.slices for v in p.slice.inputs}
+    return any(made.get(v) and not v.aval.shape for v in only.prelude.outputs if v in read)
+
+
+def replicated_axes(params: Any) -> tuple[str, ...]:
+    """The axes of the parameters' mesh along which none of them is divided."""
+    shardings = [s for x in jax.tree.leaves(params) if isinstance(s := sharding_of(x), NamedSharding)]
+    used = {name for s in shardings for entry in s.spec for name in names_in(entry)}
+    sizes = shardings[0].mesh.shape.items() if shardings else ()
+    return tuple(name for name, size in sizes if size > 1 and name not in used)
+
+
+def _float(name: str, dtype: str) -> str:
+    if str(dtype) not in FLOATING:
+        raise ValueError(f"{name}: expected one of {', '.join(FLOATING)}; got {dtype!r}.")
+    return str(dtype)
+
+
+def model_of(
+    n: int, dtype: str, devices: int, replicated: bool, layers: int | None, width: int | None
+) -> tuple[dict[str, Any], int, int]:
+    """Abstract parameters of equal layers, ``n`` in all to one row, with their layers and width; a layer has
+    12 width² of them. One matrix holds the remainder.
+
+    Raises:
+      ValueError: the dtype is none of floats, the parameters are too few for the layers, or the devices do not divide
+        the width.
+    """
+    dtype = _float("param_dtype", dtype)
+    step = math.lcm(PER_WIDTH, 1 if replicated else devices)
+    if width is None:
+        ideal = (n / 12 / layers) ** 0.5 if layers else (PER_WIDTH * n / 12) ** (1 / 3)
+        width = max(step, round(ideal / step) * step)
+    if not replicated and width % devices:
+        raise ValueError(f"width: {devices} devices do not divide {width} columns; give a multiple of {devices}.")
+    layers = layers or max(1, round(n / (12 * width**2)))
+    columns = min(12 * width, n // (layers * width))
+    if columns < 3:
+        raise ValueError(
+            f"params: {n:g} are too few for {layers} layers of width {width}, {3 * layers * width:,} at least. Give "
+            "fewer layers or a smaller width."
+        )
+    place = None
+    if devices > 1:
+        mesh = AbstractMesh((devices,), (AXIS,), axis_types=(AxisType.Auto,))
+        place = NamedSharding(mesh, PartitionSpec() if replicated else PartitionSpec(None, AXIS))
+    shapes: dict[str, tuple[int, ...]] = {
+        "attention": (layers, width, columns // 3), "mlp": (layers, width, columns - columns // 3),
+    }  # fmt: skip
+    if rest := (n - layers * width * columns) // width:
+        shapes["embed"] = (rest, width)
+    return {k: jax.ShapeDtypeStruct(s, jnp.dtype(dtype), sharding=place) for k, s in shapes.items()}, layers, width

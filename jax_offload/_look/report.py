@@ -1,0 +1,488 @@
+"""``placement``: where each leaf lives and how it is streamed, read off the trace of an update or a step."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+import textwrap
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence, Set
+from typing import Any
+
+import jax
+import optax
+from jax.sharding import NamedSharding
+
+from jax_offload._disk.placeholder import is_on_disk
+from jax_offload._emit.find import Found, updates_in
+from jax_offload._emit.region import Update
+from jax_offload._look.callables import opened, unwrapped
+from jax_offload._look.text import aligned, preformatted, terminal_width
+from jax_offload._program import memory as _memory
+from jax_offload._program.arrays import is_traced
+from jax_offload._program.jaxprs import Equation, Literal, Var, called_by
+from jax_offload._program.shardings import shards_of
+from jax_offload._schedule.options import claimed, merged
+from jax_offload._schedule.schedule import Planned, Window
+from jax_offload._schedule.transfers import from_disk
+from jax_offload._state.around import described
+from jax_offload._state.placement import Leaf, unmanaged
+from jax_offload._state.state import described_state
+
+ARGUMENT = "argument"  # why a row of a step's table is there
+_HEADER = ("MiB", "leaves", "shape", "dtype", "sharding", "state leaf")
+_RIGHT = (0, 1)
+_SHARDING = 4
+# Paths in one row may differ in a number (a layer's) or in a field of letters only (.mu and .nu).
+_PIECES = re.compile(r"(\d+|\.[A-Za-z_]+(?!\w))")
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class Placement:
+    """The table that says where each leaf lives and why, and how it streams; ``print`` it.
+
+    ``jax_offload.placement`` returns it. Sizes are in bytes; the printed table has MiB. It shows one group for each
+    memory, reason and way of streaming, the largest first, and one row for leaves that are alike
+    (``['layers_{00..23}']``, ``.{mu,nu}``). It is as wide as the terminal, or 80 columns.
+
+    Attributes:
+      leaves: a ``Leaf`` for every state leaf; for a step, for every argument in host memory.
+      unknown: why ``update`` could not be traced; empty if it could.
+      windows: for each ``offload`` that streams something, the bytes of state on each device at a time, ``nbytes``, and
+        ``why`` there are so many.
+      stays: for a step of ``jax_offload.jit``, why leaves are not updated inside its passes.
+      guessed: facts that the trace does not show, and their sources: the order of the backward pass, the shardings
+        of parameters.
+      in_turn: for a step, which gradients wait for each other, so that no backward pass is put off.
+      elsewhere: for a step, how it loads host arrays that are not its arguments: arrays that it makes itself, or that
+        one update makes for another.
+
+    Example:
+      >>> import jax, optax, jax_offload as jo
+      >>> params = {"w": jax.ShapeDtypeStruct((256, 256), "float32")}
+      >>> table = jo.placement(jo.offload(optax.adamw(1e-3)), params)
+      >>> table.host_bytes, table.device_bytes  # two moments, and the count of steps
+      (524288, 4)
+      >>> table
+      Placement(3 leaves: 0.50 MiB in pinned_host, 0.00 MiB on the device)
+    """
+
+    leaves: tuple[Leaf, ...]
+    unknown: str = ""
+    windows: tuple[Window, ...] = ()
+    stays: tuple[str, ...] = ()
+    guessed: tuple[str, ...] = ()
+    in_turn: tuple[str, ...] = ()
+    elsewhere: tuple[str, ...] = ()
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes of the state in pinned host memory, with replicas counted once."""
+        return sum(leaf.nbytes for leaf in self.leaves if leaf.host)
+
+    @property
+    def device_bytes(self) -> int:
+        """Bytes of the state that stay in device memory, with replicas counted once."""
+        return sum(leaf.nbytes for leaf in self.leaves if not leaf.host and not leaf.disk)
+
+    @property
+    def disk_bytes(self) -> int:
+        """Bytes of the state on disk, which every step reads and writes; the files take twice as many."""
+        return sum(leaf.nbytes for leaf in self.leaves if leaf.disk)
+
+    @property
+    def host_bytes_per_device(self) -> int:
+        """Bytes of pinned host memory that the state takes for each device."""
+        return sum(leaf.shard_bytes for leaf in self.leaves if leaf.host)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return everything as JSON types: bytes, shapes as lists, a dictionary for every leaf."""
+        shown = ("path", "param", "nbytes", "shard_bytes", "host", "disk", "sharding", "why", "streams")
+        totals = ("host_bytes", "device_bytes", "disk_bytes", "host_bytes_per_device")
+        found: dict[str, Any] = {name: getattr(self, name) for name in (*totals, "unknown")}
+        found |= {name: list(getattr(self, name)) for name in ("stays", "guessed", "in_turn", "elsewhere")}
+        return found | {
+            "windows": [dataclasses.asdict(window) for window in self.windows],
+            "leaves": [
+                {name: getattr(leaf, name) for name in shown} | {"shape": list(leaf.shape), "dtype": str(leaf.dtype)}
+                for leaf in self.leaves
+            ],
+        }
+
+    def __repr__(self) -> str:
+        return (
+            f"Placement({len(self.leaves)} leaves: {_mib(self.host_bytes)} MiB in {_memory.HOST_KIND}, "
+            f"{_mib(self.device_bytes)} MiB on the device"
+            + (f", {_mib(self.disk_bytes)} MiB on disk)" if self.disk_bytes else ")")
+        )
+
+    def __str__(self) -> str:
+        width = terminal_width()
+        lines = _text(self.leaves, width)
+        lines.insert(1, "-" * min(width, max(map(len, lines))))
+        for sentence in _sentences(self):
+            lines += textwrap.wrap(sentence, width, subsequent_indent="  ", break_on_hyphens=False)
+        return "\n".join(lines)
+
+    _repr_html_ = preformatted
+
+
+def placement(tx: optax.GradientTransformation | Callable[..., Any], *args: Any, **extra_args: Any) -> Placement:
+    """Say where each leaf of the optimizer state lives and why, and how ``update`` brings it to the device.
+
+    ``placement(tx, params)`` traces the ``update`` of a transformation with an ``offload`` anywhere inside it. It
+    guesses the order of loading from the paths, and ``guessed`` says so.
+
+    ``placement(step, *args)`` traces a training step, jitted or not: the schedule that it really emits, in the order in
+    which its gradients appear. The rows are all arguments in host memory, by their paths in the arguments; ``bound[0]``
+    is the first argument that a method or a ``functools.partial`` adds.
+
+    Args:
+      tx: the transformation, or the step.
+      *args: the parameters, or the step's arguments, static ones too. Concrete or abstract; nothing is allocated.
+      **extra_args: what ``tx.update`` needs besides gradients, state and parameters, or the step's keyword arguments.
+
+    Returns:
+      A ``Placement``, to print or read. If the function to trace raises, ``unknown`` says so.
+
+    Raises:
+      TypeError: ``tx`` is neither a transformation nor a function.
+      ValueError: the parameters are a state, or an option of an ``offload`` does not fit them.
+
+    Example:
+      >>> import jax, optax, jax_offload as jo
+      >>> params = {"w": jax.ShapeDtypeStruct((256, 256), "float32")}
+      >>> print(jo.placement(jo.offload(optax.adamw(1e-3)), params))  # doctest: +ELLIPSIS +NORMALIZE_WHITESPACE
+         MiB  leaves  shape    dtype    state leaf
+      ---------------------------------------------------------
+      pinned_host, 0.50 MiB: eligible; whole, 2 leaves together
+        0.50       2  256×256  float32  [0].{mu,nu}['w']
+      device, 0.00 MiB: rank 0
+        0.00       1  ()       int32    [0].count
+      optimizer state: 0.50 MiB, of which 0.50 MiB (100.0%) in pinned_host and 0.00 MiB on the device
+      window: 1.25 MiB on each device: ...
+    """
+    if isinstance(tx, optax.GradientTransformation | optax.MultiSteps):
+        if len(args) != 1:
+            raise TypeError(f"placement(tx, params): expected the parameters alone; got {len(args)} arguments.")
+        return of_transformation(tx, *args, **extra_args)[0]
+    if not callable(tx):
+        raise TypeError(
+            f"tx: expected an optax.GradientTransformation or a step, a function; got a "
+            f"{type(tx).__name__}. The order is placement(tx, params) or placement(step, *args)."
+        )
+    return _of_step(tx, args, extra_args)
+
+
+_UNSEEN = "not loaded by an update in what was traced; under vmap and derivatives none is seen"
+_PUT = "whole, by a device_put of the step itself, which no window limits"
+_NO_UPDATE = "no update of an offload was seen in it (under vmap and derivatives none is)"
+
+
+def of_transformation(tx: Any, params: Any, **extra_args: Any) -> tuple[Placement, list[Found]]:
+    """Return the table of a transformation, and the updates in its trace; none if it cannot be traced."""
+    rows, state = described_state(tx, params)
+
+    def update(state: Any, params: Any, extra_args: Any) -> None:
+        optax.with_extra_args_support(tx).update(params, state, params, **extra_args)
+
+    with described(params):
+        trace, unknown = trace_of(update, state, params, extra_args)
+    return _table(rows, jax.tree.leaves(state), trace, unknown, of_step=False)
+
+
+def _of_step(step: Any, args: Any, kwargs: Any) -> Placement:
+    given = len(args)
+    step, args, kwargs = opened(step, args, kwargs)
+    bound, step = len(args) - given, unwrapped(step)
+
+    def call(args: Any, kwargs: Any) -> None:
+        step(*args, **kwargs)
+
+    with described():
+        trace, unknown = trace_of(call, args, kwargs)
+    flat = jax.tree_util.tree_flatten_with_path((args, kwargs), is_leaf=is_on_disk)[0]
+    rows = [_argument(_name(path, bound), x) for path, x in flat]
+    return _table(rows, jax.tree.leaves((args, kwargs)), trace, unknown, of_step=True)[0]
+
+
+def _name(path: tuple[Any, ...], bound: int) -> str:
+    """Return an argument's path in the call; a method or a partial adds the first ``bound`` arguments."""
+    k = getattr(path[1], "idx", None)
+    if k is None:
+        return jax.tree_util.keystr(path[1:])
+    return (f"bound[{k}]" if k < bound else f"[{k - bound}]") + jax.tree_util.keystr(path[2:])
+
+
+def _argument(path: str, x: Any) -> Leaf:
+    """Return the row of a step's argument."""
+    row, disk = unmanaged(x), is_on_disk(x)
+    sharding: Any = getattr(x, "sharding", None)
+    mesh = isinstance(sharding, NamedSharding) and sharding.num_devices > 1
+    return dataclasses.replace(
+        row,
+        path=path,
+        host=not disk and getattr(sharding, "memory_kind", None) == _memory.HOST_KIND,
+        sharding=_spec(sharding) if mesh else "",
+        shard_bytes=row.nbytes // math.prod(shards_of(sharding, row.shape)),
+        why=ARGUMENT,
+        disk=disk,
+    )
+
+
+def _spec(sharding: Any) -> str:
+    return f"P({', '.join(map(repr, sharding.spec))})" if isinstance(sharding, NamedSharding) else str(sharding)
+
+
+def _table(
+    rows: Sequence[Leaf], leaves: Sequence[Any], trace: Any, unknown: str, *, of_step: bool
+) -> tuple[Placement, list[Found]]:
+    """Return the table of a traced function, and the updates in it.
+
+    Args:
+      rows: a row for each of ``leaves``.
+      leaves: the first leaves of the function's arguments.
+      trace: its closed jaxpr; ``None`` if it cannot be traced, for the reason ``unknown``.
+      of_step: whether it is a step, and not the update of a transformation.
+    """
+    found = [] if trace is None else updates_in(trace)
+    updates = [each.update for each in found if isinstance(each.update, Update)]
+    arguments = iter(() if trace is None else trace.jaxpr.invars)
+    of_row: list[Var | None] = [next(arguments, None) if is_traced(x) else None for x in leaves]
+    loads: dict[Var | None, list[tuple[str, Planned]]] = {v: [] for v in of_row}
+    elsewhere, windows, shown = Counter[str](), dict[int, Window](), list[Leaf]()
+    for each in found:
+        for (of, p), how in zip(each.loads, _ways(each), strict=True):
+            own = [v for v in of if v in loads]
+            for v in own:
+                loads[v].append((how, p))
+            if p.slice.loads and not own:
+                elsewhere[f"{how}, through {_mib(p.window.nbytes)} MiB"] += 1
+    put = _put(trace)
+    for row, v in zip(rows, of_row, strict=True):
+        of = [] if v is None else loads[v]
+        hidden = (row.host or row.disk) and not of and not unknown
+        own = [_PUT] if v in put else []
+        streams = _UNSEEN if hidden and not own else _in_words([*own, *(how for how, _ in of)])
+        shown.append(dataclasses.replace(row, streams=streams))
+        for _, p in of:
+            if not p.on_cores:
+                window = windows.setdefault(id(p.window), dataclasses.replace(p.window, leaf=row.path))
+                if p.bytes_at_once > window.nbytes:
+                    windows[id(p.window)] = dataclasses.replace(window, nbytes=p.bytes_at_once)
+    table = Placement(tuple(shown), unknown, tuple(windows.values()), guessed=guessed(updates, of_step=of_step))
+    if not of_step:
+        return table, found
+    away = trace is not None and any(row.host or row.disk for row in rows)
+    passes = [each for update in updates for each in update.passes]
+    table = dataclasses.replace(
+        table,
+        leaves=tuple(leaf for leaf in shown if leaf.host or leaf.disk or leaf.streams),
+        stays=tuple(dict.fromkeys(why for u in updates for why in u.stays)) if found or not away else (_NO_UPDATE,),
+        elsewhere=tuple(f"{how}; {n} of these" if n > 1 else how for how, n in elsewhere.items()),
+        in_turn=tuple(dict.fromkeys(each.in_turn for each in passes if each.in_turn)),
+    )
+    return table, found
+
+
+def _ways(each: Found) -> Iterator[str]:
+    """Yield how each slice of an update moves, in words."""
+    update = each.update
+    disk = update.on_disk if isinstance(update, Update) else ()
+    for p in update.planned:
+        n = len(p.slice.loads)
+        transfer = from_disk(p, update.next_values, disk) if disk and isinstance(update, Update) else str(p.transfer)
+        iterations = f"in each of {each.times} iterations" if each.times > 1 else ""
+        yield ", ".join(filter(None, [transfer, f"{n} leaves together" if n > 1 else "", iterations]))
+
+
+def _put(trace: Any) -> set[Any]:
+    """Return the host arrays that the step itself moves to the device, as it does if an update runs ahead of a scan."""
+    return set() if trace is None else _put_by(trace.jaxpr.eqns)
+
+
+def _put_by(eqns: Sequence[Equation]) -> set[Any]:
+    found, is_host = set[Any](), _memory.is_host_aval
+    for eqn in eqns:
+        if eqn.primitive.name == "device_put":
+            moves = zip(eqn.invars, eqn.outvars, strict=True)
+            found |= {x for x, y in moves if not isinstance(x, Literal) and is_host(x.aval) and not is_host(y.aval)}
+        elif eqn.primitive.name == "jit":  # both halves of a pipelined step
+            inner = called_by(eqn).jaxpr
+            put = _put_by(inner.eqns)
+            found |= {
+                x for x, own in zip(eqn.invars, inner.invars, strict=True) if not isinstance(x, Literal) and own in put
+            }
+    return found
+
+
+def _in_words(said: Sequence[str]) -> str:
+    repeated = len(said) > 1 and len(set(said)) == 1
+    return f"{said[0]} ({len(said)} times)" if repeated else "; then ".join(said)
+
+
+def trace_of(fun: Callable[..., Any], *args: Any) -> tuple[Any, str]:
+    """A function's closed jaxpr; or ``None``, and why it cannot be traced."""
+    try:
+        return traced(fun, *args), ""
+    except Exception as error:
+        return None, f"it raises {type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+
+
+def traced(fun: Callable[..., Any], *args: Any) -> Any:
+    """Return the closed jaxpr of ``fun`` on the arrays in its arguments; others, such as functions, stay unchanged."""
+    leaves, treedef = jax.tree.flatten(args)
+    arrays = [k for k, x in enumerate(leaves) if is_traced(x)]
+
+    def with_arrays(*values: Any) -> Any:
+        filled = dict(enumerate(leaves)) | dict(zip(arrays, values, strict=True))
+        return fun(*jax.tree.unflatten(treedef, filled.values()))
+
+    return jax.jit(with_arrays).trace(*(_memory.in_its_memory(leaves[k]) for k in arrays)).jaxpr
+
+
+_ORDER = "order: guessed from the parameters' paths; "
+_READ, _SAY = "placement(step, *args) reads it from the step", "the step does not tell it, offload(order=) does"
+_ASK = "tx.init(params) or abstract_state(tx, params) before the step tells them, for parameters of one sharding"
+
+
+def guessed(updates: Sequence[Update], *, of_step: bool) -> tuple[str, ...]:
+    """Return the facts on which updates rely that neither their arguments nor the trace around them show."""
+    said: dict[str, None] = {}
+    for update in updates:
+        free = {v for v, claim in claimed(update.claims).items() if claim.options.order is None}
+        if not update.ordered and sum(not free.isdisjoint(p.slice.loads) for p in update.planned) > 1:
+            said[_ORDER + (_SAY if of_step else _READ)] = None
+        known = merged([each.options for each in update.claims])
+        by_sharding: dict[str, list[str]] = {}
+        for path in sorted(known.remembered):
+            if (sharding := known.shardings[path]).num_devices > 1:  # on one there is nothing to decide
+                by_sharding.setdefault(_spec(sharding), []).append(path)
+        if by_sharding:
+            each = "; ".join(f"{text} of {_some(paths)}" for text, paths in by_sharding.items())
+            said[f"shardings: remembered from init, or from where they were asked for: {each}"] = None
+        if (unknown := known.unknown - known.shardings.keys()) and update.planned:
+            none = f"not known of {_some(unknown)}" if of_step else f"{len(unknown)} of the parameters have none"
+            said[f"shardings: {none}, counted as on one device" + (f"; {_ASK}" if of_step else "")] = None
+    return tuple(said)
+
+
+def _some(paths: Sequence[str] | Set[str]) -> str:
+    first, *rest = sorted(paths)
+    return f"{first} and {len(rest)} more" if rest else first
+
+
+# ---- as it prints
+
+Row = tuple[list[list[str]], list[Leaf]]  # for each piece of a path, the choices; and the leaves that have these paths
+
+
+def _folded(leaves: Sequence[Leaf]) -> list[Row]:
+    """Make rows of leaves that show the same beside their paths, the largest first.
+
+    A row's path can be read as the paths of all its leaves, and as no other.
+    """
+    rows: list[Row] = [([[piece] for piece in _PIECES.split(leaf.path)], [leaf]) for leaf in leaves]
+    for k in range(1, max((len(path) for path, _ in rows), default=0), 2):
+        joined: dict[object, Row] = {}
+        for path, of in rows:
+            key: object = id(path)
+            if k < len(path):
+                x = of[0]
+                shown = x.shape, str(x.dtype), x.sharding, x.host, x.disk, x.why, x.streams
+                key = shown, str(path[:k]), str(path[k + 1 :]), path[k][0].isdigit()
+            if key in joined:
+                choices, others = joined[key][0][k], joined[key][1]
+                choices += [piece for piece in path[k] if piece not in choices]
+                others += of
+            else:
+                joined[key] = path, of
+        rows = list(joined.values())
+    return sorted(rows, key=lambda row: -_total(row[1]))
+
+
+def _total(leaves: Sequence[Leaf]) -> int:
+    return sum(leaf.nbytes for leaf in leaves)
+
+
+def _choices(pieces: Sequence[str]) -> str:
+    if len(pieces) == 1:
+        return pieces[0]
+    if pieces[0].startswith("."):
+        return f".{{{','.join(piece[1:] for piece in pieces)}}}"
+    runs: list[list[str]] = []
+    for number in sorted(pieces, key=lambda piece: (int(piece), piece)):
+        if runs and int(runs[-1][-1]) + 1 == int(number):
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    return f"{{{','.join(f'{run[0]}..{run[-1]}' if len(run) > 2 else ','.join(run) for run in runs)}}}"
+
+
+def _mib(nbytes: int) -> str:
+    return f"{nbytes / 2**20:.2f}"
+
+
+def _cells(row: Row) -> tuple[str, ...]:
+    (path, leaves), leaf = row, row[1][0]
+    shape = "×".join(map(str, leaf.shape)) or "()"
+    return _mib(_total(leaves)), str(len(leaves)), shape, str(leaf.dtype), leaf.sharding, "".join(map(_choices, path))
+
+
+def _text(leaves: tuple[Leaf, ...], width: int) -> list[str]:
+    """Return the header, and for each memory, reason and way of streaming a heading with its rows, the largest first.
+
+    A path that is too long has a line of its own. Without a mesh there is no column for shardings.
+    """
+    groups: dict[tuple[str, str, str], list[Row]] = {}
+    for row in _folded(leaves):
+        leaf = row[1][0]
+        memory = "disk" if leaf.disk else _memory.HOST_KIND if leaf.host else _memory.DEVICE_KIND
+        groups.setdefault((memory, leaf.why, leaf.streams), []).append(row)
+    sizes = {group: sum(_total(of) for _, of in rows) for group, rows in groups.items()}
+    by_size = sorted(groups, key=lambda group: -sizes[group])
+    rows = [_HEADER, *(_cells(row) for group in by_size for row in groups[group])]
+    if not any(leaf.sharding for leaf in leaves):
+        rows = [(*row[:_SHARDING], *row[_SHARDING + 1 :]) for row in rows]
+    facts = aligned([row[:-1] for row in rows], _RIGHT)
+    margin = 2 + max(map(len, facts)) + 2
+    lines = iter([
+        [f"  {fact}".ljust(margin) + path] if margin + len(path) <= width
+        else [f"  {fact}", *textwrap.wrap(path, width, initial_indent=" " * 6, subsequent_indent=" " * 6)]
+        for fact, (*_, path) in zip(facts, rows, strict=True)
+    ])  # fmt: skip
+    found = next(lines)
+    for group in by_size:
+        memory, why, streams = group
+        heading = f"{memory}, {_mib(sizes[group])} MiB: {'; '.join(filter(None, (why, streams)))}"
+        found += textwrap.wrap(heading, width, subsequent_indent="    ", break_on_hyphens=False)
+        found += [line for _ in groups[group] for line in next(lines)]
+    return found
+
+
+def _sentences(table: Placement) -> list[str]:
+    """The sentences under the table."""
+    host, disk = table.host_bytes, table.disk_bytes
+    total = host + disk + table.device_bytes
+    of_step = all(leaf.why == ARGUMENT for leaf in table.leaves)
+    what = "arguments that are, or arrive, in host memory" if of_step else "optimizer state"
+    summary = (
+        f"{what}: {_mib(total)} MiB, of which {_mib(host)} MiB ({host / total if total else 0.0:.1%}) in "
+        f"{_memory.HOST_KIND} and {_mib(table.device_bytes)} MiB on the device"
+    )
+    if disk:
+        summary += f"; {_mib(disk)} MiB ({disk / total:.1%}) on disk, read and written in every step"
+    if any(leaf.sharding for leaf in table.leaves):
+        summary += f"; for each device {_mib(table.host_bytes_per_device)} MiB in {_memory.HOST_KIND}"
+    windows = [
+        f"window: {_mib(w.nbytes)} MiB on each device: {w.why}"
+        + (f"; streamed once the backward pass is over, {w.own_loop}" if w.own_loop else "")
+        + (f" (from {w.leaf} on)" if len(table.windows) > 1 else "")
+        for w in table.windows
+    ]
+    stays = [f"not updated within the passes of the step: {why}" for why in table.stays]
+    unknown = [f"how it streams is not known: {table.unknown}"] if table.unknown else []
+    in_turn = [f"before anything is loaded: {what}" for what in table.in_turn]
+    elsewhere = [f"beside these leaves, arrays that the step makes itself: {how}" for how in table.elsewhere]
+    return [summary, *windows, *elsewhere, *in_turn, *table.guessed, *stays, *unknown]

@@ -1,1 +1,0 @@
-"""Fewer bits, and more: storage formats and master parameters."""

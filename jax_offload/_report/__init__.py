@@ -1,1 +1,0 @@
-"""``placement``: a table read off a trace, and how it prints."""

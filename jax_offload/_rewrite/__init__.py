@@ -1,0 +1,1 @@
+"""A whole step: cut at its updates, and emitted from its parts."""

@@ -1,0 +1,250 @@
+"""Inline a step's updates, so that each of their equations can run where its operands are made."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping, Sequence, Set
+from typing import TypeVar
+
+from jax_offload._emit.find import is_update
+from jax_offload._emit.region import Update
+from jax_offload._program.arrays import nbytes
+from jax_offload._program.jaxprs import Atom, DropVar, Equation, Literal, Var, variables
+from jax_offload._program.memory import is_host_aval
+from jax_offload._program.own_primitives import params_of
+from jax_offload._program.primitives import CHECKPOINT
+from jax_offload._program.program import Builder, Program, decomposed, flat, is_load, is_store
+from jax_offload._rewrite.origins import UPDATED, origins_of
+from jax_offload._schedule.after import FLOPS_PER_BYTE
+from jax_offload._schedule.gates import is_heavy_equation
+from jax_offload._schedule.transfers import same_type
+
+T = TypeVar("T")
+
+# ---- checkpointed blocks, opened where gates are to stand between the gradients that one makes
+
+
+def opened(program: Program) -> Program:
+    """Inline the equations of each ``jax.checkpoint`` that makes several large gradients.
+
+    Such a block is one equation, and all of its gradients come at once: no gate can hold one of them back, and beside
+    copies XLA puts their matmuls off behind the same block's attention. Recomputed values stay behind their
+    barrier. A block inside such a block is opened too.
+
+    A block stays closed where the link needs more than half of the passes' time, as more transfers run beside the
+    attention of a larger piece; where it has a single matrix, as there is nothing to put between; and where XLA may
+    merge it with the forward pass (``prevent_cse=False``), which it does not do across gates.
+    """
+    updates = [eqn.params["update"] for eqn in program.eqns if is_update(eqn)]
+    if not updates or not all(map(_has_time, updates)):
+        return program
+    while several := _making_several(program):
+        program = flat(program.closed, opens=lambda eqn, several=several: id(eqn) in several)
+    return program
+
+
+def _has_time(update: Update) -> bool:
+    moved = sum(nbytes(v.aval) for v in update.program.inputs if is_host_aval(v.aval))
+    return update.backward is not None and update.backward.flops > FLOPS_PER_BYTE * moved
+
+
+def _making_several(program: Program) -> set[int]:
+    """The identities of the blocks that make several gradients, none of them more than half of their bytes. Gradients
+    are results that no pass through the network needs, but only an update, a norm, or the caller."""
+    needed, found = set[Var](), set[int]()
+    for eqn in reversed(program.eqns):
+        if is_update(eqn):  # a pass may read its results, and its gradients still belong to no such pass
+            continue
+        gradients = [nbytes(v.aval) for v in eqn.outvars if v not in needed and not isinstance(v, DropVar)]
+        if _is_apart(eqn) and gradients and 2 * max(gradients) <= sum(gradients):
+            found.add(id(eqn))
+        if is_heavy_equation(eqn) or not needed.isdisjoint(eqn.outvars):
+            needed.update(v for v in eqn.invars if not isinstance(v, Literal))
+    return found
+
+
+def _is_apart(eqn: Equation) -> bool:
+    """Whether an equation is a block that keeps all recomputed values apart from the forward pass."""
+    if eqn.primitive.name not in CHECKPOINT:
+        return False
+    said: bool | tuple[bool, ...] = eqn.params["prevent_cse"]
+    return all(said) if isinstance(said, tuple) else said
+
+
+# ---- updates in the variables of the step around them
+
+
+def localised(eqn: Equation) -> Update:
+    """Return the update of an equation in the step's variables: its operands and its results are the equation's."""
+    update: Update = eqn.params["update"]
+    recipe = update.program
+    new = Builder(names=dict(zip(recipe.inputs, eqn.invars, strict=True)))
+    results = zip(variables(recipe.outputs), eqn.outvars, strict=True)
+    new.copy(*recipe.eqns, results={v: x for v, x in results if not isinstance(x, DropVar)})
+    inputs = list(dict.fromkeys(variables(new.read(recipe.inputs))))
+    program = dataclasses.replace(recipe, inputs=inputs, outputs=new.read(recipe.outputs), eqns=new.eqns)
+    return with_program(update, program, new.names)
+
+
+def with_program(update: Update, program: Program, names: dict[Var, Atom]) -> Update:
+    """Return an update with another program. ``names``: the values of it that stand for the update's own."""
+    new = Builder(names=names)
+
+    def local(leaves: Iterable[Var]) -> frozenset[Var]:
+        return frozenset(variables(new.read(v for v in leaves if v in new.names)))
+
+    def by_variable(known: Mapping[Var, T]) -> dict[Var, T]:
+        return {x: fact for v, fact in known.items() if isinstance(x := new.names.get(v), Var)}
+
+    gradients = dict.fromkeys(variables(new.read(update.gradients)))
+    olds = by_variable({v: new.names.get(old) for v, old in update.next_values.items()})
+    return dataclasses.replace(
+        update,
+        program=dataclasses.replace(program, shards=by_variable(update.program.shards)),
+        gradients=tuple(gradients),
+        names=by_variable(update.names),
+        rank=by_variable(update.rank),
+        next_values={v: old for v, old in olds.items() if isinstance(old, Var)},
+        claims=[
+            dataclasses.replace(
+                each, leaves=local(each.leaves), on_cores=local(each.on_cores), on_disk=local(each.on_disk)
+            )
+            for each in update.claims
+        ],
+    )
+
+
+def joined(updates: Sequence[Update]) -> Update:
+    """Return one localised update of all leaves of several. Its equations are the first one's."""
+    first, programs = updates[0], [update.program for update in updates]
+    program = dataclasses.replace(
+        first.program,
+        inputs=list(dict.fromkeys(v for each in programs for v in each.inputs)),
+        shards={v: shards for each in programs for v, shards in each.shards.items()},
+    )
+    return dataclasses.replace(
+        first,
+        program=program,
+        gradients=tuple(dict.fromkeys(v for each in updates for v in each.gradients)),
+        names={v: name for each in updates for v, name in each.names.items()},
+        next_values={v: old for each in updates for v, old in each.next_values.items()},
+        claims=[claim for each in updates for claim in each.claims],
+        rank={v: rank for each in updates for v, rank in each.rank.items()},
+    )
+
+
+def consisting_of(update: Update, eqns: Sequence[Equation], wanted: Set[Var]) -> Update:
+    """Build an update from some equations that returns their ``wanted`` results."""
+    recipe, defined = update.program, {v for eqn in eqns for v in eqn.outvars}
+    read = dict.fromkeys(v for eqn in eqns for v in variables(eqn.invars) if v not in defined)
+    inputs = list(dict.fromkeys([*(v for v in recipe.inputs if v in read), *read]))
+    outputs: list[Atom] = [v for eqn in eqns for v in eqn.outvars if v in wanted]
+    program = dataclasses.replace(recipe, inputs=inputs, outputs=outputs, eqns=list(eqns), consts=[])
+    gradients = tuple(v for v in update.gradients if v in read)
+    return dataclasses.replace(update, program=program, gradients=gradients)
+
+
+def equation_of(update: Update, like: Equation) -> Equation:
+    """Return the equation of a localised update, which takes another one's place."""
+    results = variables(update.program.outputs)
+    return like.replace(invars=update.operands, outvars=results, params=params_of(update), effects=update.effects)
+
+
+@dataclasses.dataclass(frozen=True)
+class Inlined:
+    """A step with its updates inlined.
+
+    Attributes:
+      program: the step.
+      updates: the updates in the order of the step, localised.
+      own: the equations of the updates, by identity, each with the number of its update.
+      next_of: result -> the variable of the step that it is the next value of.
+      waiting: the same of gradients that wait in host memory for the next step.
+      like: the equation of the first update.
+    """
+
+    program: Program
+    updates: tuple[Update, ...]
+    own: Mapping[int, int]
+    next_of: Mapping[Var, Var]
+    waiting: Mapping[Var, Var]
+    like: Equation
+
+    @property
+    def gradients(self) -> list[Var]:
+        """The gradients of all updates."""
+        return [v for update in self.updates for v in update.gradients]
+
+    @property
+    def names(self) -> dict[Var, str]:
+        """The names of the states' leaves and of their next values."""
+        return {v: name for update in self.updates for v, name in update.names.items()}
+
+
+def inlined(program: Program) -> Inlined | None:
+    """Return the program with its updates inlined; ``None`` where it has none."""
+    like = next(filter(is_update, program.eqns), None)
+    if like is None:
+        return None
+    eqns, updates, own = list[Equation](), list[Update](), dict[int, int]()
+    next_of, shards = dict[Var, Var](), dict(program.shards)
+    new, stored = Builder(eqns), dict[Atom, Atom]()  # what the step moves to the host -> the same on the device
+    for eqn in program.eqns:
+        if not is_update(eqn):
+            _put(new, stored, eqn, set())
+            continue
+        update = localised(eqn.replace(invars=new.read(eqn.invars)))
+        for each in decomposed(update.program.eqns):
+            line = each.source_info.replace(traceback=eqn.source_info.traceback)  # of the user's call
+            if _put(new, stored, each.replace(source_info=line), {*eqn.outvars}):
+                own[id(eqns[-1])] = len(updates)
+        updates.append(update)
+        # An update that is the rest of one does not make all of its results.
+        pairs = {v: update.next_values[v] for v in eqn.outvars if v in update.next_values}
+        shards |= update.program.shards
+        shards |= {v: shards[x] for v, x in pairs.items() if x in shards and v.aval.shape == x.aval.shape}
+        next_of |= pairs
+    step = dataclasses.replace(program, eqns=eqns, outputs=new.read(program.outputs), shards=shards)
+    return Inlined(step, tuple(updates), own, next_of, _waiting(step, next_of), like)
+
+
+def _put(new: Builder, stored: dict[Atom, Atom], eqn: Equation, results: Set[Var]) -> bool:
+    """Append an equation, unless it loads what was stored before and is still on the device.
+
+    Args:
+      new: the equations so far.
+      stored: what they move to the host -> the same on the device.
+      eqn: the equation.
+      results: the variables that have to stay.
+    """
+    operands = new.read(eqn.invars)
+    if is_load(eqn) and eqn.outvars[0] not in results:
+        origin = stored.get(operands[0])
+        if origin is not None and origin.aval == eqn.outvars[0].aval:
+            new.names[eqn.outvars[0]] = origin
+            return False
+    new.put(eqn, operands)
+    if is_store(eqn):
+        stored[eqn.outvars[0]] = operands[0]
+    return True
+
+
+def _waiting(program: Program, next_of: Mapping[Var, Var]) -> dict[Var, Var]:
+    """Map each result that a step sends to the host to the argument there that it may overwrite: one of its type that
+    is no other result's old value."""
+    moved = {eqn.outvars[0] for eqn in program.eqns if eqn.primitive.name == "device_put"}
+    results = [v for v in dict.fromkeys(variables(program.outputs)) if v in moved and is_host_aval(v.aval)]
+    taken = {*next_of.values(), *variables(program.outputs)}
+    free = [v for v in program.inputs if is_host_aval(v.aval) and v not in taken]
+    found: dict[Var, Var] = {}
+    bits = {x: UPDATED << (k + 1) for k, x in enumerate(free)}
+    masks = origins_of(program, bits) if results and free else []
+    made_of = {v: mask for v, mask in zip(program.outputs, masks, strict=bool(masks)) if isinstance(v, Var)}
+    for v in results:
+        alike = [x for x in free if same_type(x.aval, v.aval)] if v not in next_of else []
+        alike.sort(key=lambda x: not made_of[v] & bits[x])  # new parameters go where the old ones were
+        old = next(iter(alike), None)
+        if old is not None:
+            found[v] = old
+            free.remove(old)
+    return found

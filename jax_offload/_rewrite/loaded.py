@@ -1,0 +1,92 @@
+"""Trace a step whose model computes with parameters in host memory.
+
+jax refuses arithmetic between memories. So a step with such parameters, whose model does not load them, is traced with
+a load of each at its start, and what it makes of them goes back to host memory at its end. As it stands, that loads
+them as a whole. A plan then loads them by rows, where a scan reads them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
+
+import jax
+
+from jax_offload._program.jaxprs import Atom, ClosedJaxpr, Literal, Var, jaxpr_of
+from jax_offload._program.memory import is_host_aval, to_host
+from jax_offload._program.program import Builder, flat, is_load
+from jax_offload._rewrite.origins import UPDATED, origins_of
+from jax_offload._state.arguments import is_state
+from jax_offload._state.around import load, loading
+
+
+def traced_step(
+    fun: Callable[..., Any], *args: Any, static: Sequence[int] = (), named: Mapping[str, Any] = MappingProxyType({})
+) -> tuple[ClosedJaxpr, Any]:
+    """Trace a step: its jaxpr, and the structure of its result.
+
+    Args:
+      fun: the step.
+      args: its arguments, traced or abstract.
+      static: the numbers of the arguments that are no operands.
+      named: keyword arguments.
+    """
+    try:
+        return jaxpr_of(fun, *args, static=static, named=named)
+    except ValueError as error:
+        given = [x for k, x in enumerate(args) if k not in static], named
+        if "memory_space" not in str(error) or not any(map(_may_load, jax.tree.leaves(given))):
+            raise
+    return _with_loads(fun, args, static, named)
+
+
+def _may_load(x: Any) -> bool:
+    return is_host_aval(jax.typeof(x)) if hasattr(x, "dtype") else False
+
+
+def _with_loads(
+    fun: Callable[..., Any], args: Sequence[Any], static: Sequence[int], named: Mapping[str, Any]
+) -> tuple[ClosedJaxpr, Any]:
+    """Trace a step with all of its host arguments but states of optimizers loaded at its start."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        def loaded(x: Any) -> Any:
+            return jax.tree.map(lambda x: x if is_state(x) else load(x), x, is_leaf=is_state)
+
+        with loading():
+            return fun(*(x if k in static else loaded(x) for k, x in enumerate(args)), **loaded(kwargs))
+
+    closed, result = jaxpr_of(run, *args, static=static, named=named)
+    return _returned_to_host(closed), result
+
+
+def _returned_to_host(closed: ClosedJaxpr) -> ClosedJaxpr:
+    """Let a step return to host memory the next value of each argument that it loads.
+
+    Among the results of the argument's type that elementwise arithmetic makes of it, that is the one made by an update,
+    of the fewest other arguments, and first: the new parameters rather than an average or a copy of them.
+    """
+    program = flat(closed)
+    loads = {eqn.outvars[0]: eqn.invars[0] for eqn in program.eqns if is_load(eqn)}
+    bits = {x: UPDATED << (k + 1) for k, x in enumerate(program.inputs)}
+    masks = {v: m for v, m in zip(program.outputs, origins_of(program, bits), strict=True) if isinstance(v, Var)}
+    updated = any(mask & UPDATED for mask in masks.values())
+    made = {v: k for k, eqn in enumerate(program.eqns) for v in eqn.outvars}
+    new, outputs = Builder([*program.eqns]), dict[Atom, Atom]()
+    left = dict.fromkeys(x for x in loads.values() if x in bits)
+    for v in sorted(masks, key=lambda v: (masks[v].bit_count(), made.get(v, -1))):
+        if (same := loads.get(v)) in bits:
+            outputs[v] = same
+        elif not is_host_aval(v.aval) and bool(masks[v] & UPDATED) == updated:
+            old = next((x for x in left if masks[v] & bits[x] and _type(x) == _type(v)), None)
+            if old is not None:
+                del left[old]
+                outputs[v] = same or new.run(to_host, v)[0]
+    results = [v if isinstance(v, Literal) else outputs.get(v, v) for v in program.outputs]
+    return dataclasses.replace(program, eqns=new.eqns, outputs=results).closed
+
+
+def _type(v: Var) -> tuple[Any, ...]:
+    return v.aval.shape, v.aval.dtype

@@ -1,0 +1,325 @@
+"""Decide where each part of a whole step runs, with its updates inlined. Nothing is emitted here.
+
+For each scan it tries the policies one after the other: run updates in the scan that makes their gradients
+(``Hoist.behind``), only load parameters by rows (``Hoist.streaming``), run updates in the scan that reads their new
+parameters (``Hoist.ahead``). If no scan takes an update, gates may hold its pieces between the passes. To add a policy:
+
+1. Add a method to ``Hoist`` (``_schedule/hoist.py``) that returns an ``InScan``, or ``None`` and the reasons, and call
+   it beside the others. A reason ends with a fix; ``placement`` prints it.
+2. Describe what an iteration does by fields of ``InScan`` (``_schedule/in_scan.py``). ``moves`` are the updates inside,
+   ``eqns`` the equations that leave their place, ``kept`` the stacked results that still exist. ``_parts`` runs the
+   equations of an update that are in no ``eqns`` after the passes.
+3. Emit it in ``Emitter.iteration`` (``_emit/hoisted.py``). ``update`` runs the moves on row ``i``. ``phases`` runs the
+   arithmetic of the scan's body; meanwhile it stores row ``before`` (in a forward pass ``i``) and loads row ``after``.
+4. ``rewritten`` puts the parts together and checks operands, buffers and types. If a check fails, the step runs as
+   written, with a warning. No check notices a row that is never updated; the tests of random steps do.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Iterable, Mapping, Sequence, Set
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jax_offload._emit.find import is_update
+from jax_offload._emit.region import Update
+from jax_offload._program.barriers import together
+from jax_offload._program.jaxprs import Equation, Var, jax_fun, located, scan_of, variables
+from jax_offload._program.memory import is_host_aval
+from jax_offload._program.primitives import ELEMENTWISE
+from jax_offload._program.program import Program, replaced, traced_for
+from jax_offload._program.propagate import Mask, Node, forward, needed, topological, union
+from jax_offload._program.slices import Slice, slice_of
+from jax_offload._rewrite.canonical import canonical
+from jax_offload._rewrite.inlined import Inlined, consisting_of, inlined, opened
+from jax_offload._schedule.gates import in_turn, interleaved
+from jax_offload._schedule.hoist import MICROBATCHES, Hoist
+from jax_offload._schedule.in_scan import CannotHoist, InScan
+from jax_offload._schedule.schedule import Gate, Planned, Whole, Window
+
+AHEAD = (
+    "a number made of all of its state, or of all rows of a leaf, takes a pass of its own, ahead; keep leaves on the "
+    "device with fraction="
+)
+IN_A_SHARD_MAP = "its gradients are made inside a shard_map; call the update inside the same shard_map"
+
+
+@dataclasses.dataclass(frozen=True)
+class Parts:
+    """A step, taken apart.
+
+    Attributes:
+      step: the step, with its updates inlined.
+      parts: the parts in an order that respects their needs: slices, scans with updates inside, and the rest of the
+        update, in one piece or in pieces between gates.
+      moved: whether a part of the update runs elsewhere.
+      stays: why leaves do not move.
+      sums_up: the scans that carry sums of its gradients.
+    """
+
+    step: Inlined
+    parts: list[Node]
+    moved: bool
+    stays: tuple[str, ...]
+    sums_up: tuple[Equation, ...] = ()
+
+
+def parts_of(plain: Program) -> Parts | None:
+    """Take a step's program apart; ``None`` if it has no update.
+
+    If gradients are summed up over microbatches, the last one runs by itself when its backward pass can host the
+    update. If the step begins with the update, for the gradients of the batch before, the first one's forward pass can.
+    """
+    plain = opened(plain)
+    found = inlined(plain)
+    if found is None:
+        return None
+    parts = _decided(found)
+    if parts.moved:
+        return parts
+    place_of = {v: at for at, eqn in enumerate(plain.eqns) for v in eqn.outvars}  # a scan's results are the same there
+    summing = [place_of[eqn.outvars[0]] for eqn in parts.sums_up if eqn.outvars[0] in place_of]
+    ways = [(at, False) for at in summing] or [(at, True) for at in _reading_updated(plain)]
+    whys: list[str] = []
+    for at, first in ways:
+        try:
+            again = inlined(opened(canonical(peeled(plain, at, first=first))))
+        except CannotHoist as stays:
+            whys.append(str(stays))
+            continue
+        assert again is not None  # the updates are still there
+        decided = _decided(again, apart=True)
+        if decided.moved:
+            return decided
+        whys += decided.stays
+    why = "; ".join(dict.fromkeys(whys))  # the last microbatch does not host the update
+    stays = (f"{MICROBATCHES}: {why}" if why and each.startswith(MICROBATCHES) else each for each in parts.stays)
+    return dataclasses.replace(parts, stays=tuple(stays))
+
+
+def _reading_updated(plain: Program) -> list[int]:
+    """Find the microbatch scans that read whole results of an update at the beginning of the step."""
+    defined, found = set[Var](), list[int]()
+    for at, eqn in enumerate(plain.eqns):
+        if is_update(eqn) or not defined.isdisjoint(variables(eqn.invars)):
+            scan = scan_of(eqn)
+            if scan is not None and not defined.isdisjoint(variables(scan.consts)):
+                found.append(at)
+            defined.update(eqn.outvars)
+    return found
+
+
+def _decided(found: Inlined, apart: bool = False) -> Parts:
+    """Decide where the update runs. ``apart``: whether an iteration runs apart, and continues the sums."""
+    step, plans, moved = found, dict[int, InScan](), set[int]()
+    scans = [at for at, eqn in enumerate(step.program.eqns) if (scan := scan_of(eqn)) is not None and scan.length]
+    stay_behind, stay_ahead, summing = dict[int, list[str]](), list[str](), list[int]()
+    for at in reversed(scans):
+        hoist = Hoist(step.program, at, step.next_of, step.waiting, claimed=moved)
+        plan, stay_behind[at] = hoist.behind()
+        if plan is not None:
+            plans[at] = plan
+            moved |= plan.eqns
+        elif not apart and (how := hoist.sums_up(step.gradients)):
+            stay_behind[at].append(how)
+            summing.append(at)
+    streaming = {at: Hoist(step.program, at, step.next_of).streaming() for at in scans if at not in plans}
+    reread = {at: plan.loads_again for at, plan in {**plans, **streaming}.items() if plan is not None}
+    for at in scans:
+        if at not in plans and id(step.program.eqns[at]) not in moved:
+            read = {v for plan in [*plans.values(), *filter(None, streaming.values())] for v in plan.hosts}
+            read |= {v for plan in plans.values() for v in plan.operands}
+            hoist = Hoist(step.program, at, step.next_of, claimed=moved, own={*step.own}, read=read, reread=reread)
+            plan, why = hoist.ahead()
+            stay_ahead += why
+            if plan is not None:
+                plans[at] = plan
+                moved |= plan.eqns
+    plans |= {at: plan for at, plan in streaming.items() if plan is not None and at not in plans}
+    awaited = _awaited(step, stay_behind, moved) if any(stay_behind.values()) else set[int]()
+    stays = [*(why for at in stay_behind if at in awaited for why in stay_behind[at]), *stay_ahead]
+    parts, why = _parts(step, plans, moved)
+    if why and not stays:
+        made = _shard_map_of_gradients(step)
+        stays = [why if made is None else located(IN_A_SHARD_MAP, made)]
+    moved_any = bool(plans) or any(isinstance(part.payload, Gate) for part in parts)
+    sums_up = tuple(step.program.eqns[at] for at in summing if at in awaited)
+    return Parts(step, parts, moved_any, tuple(dict.fromkeys(stays)), sums_up)
+
+
+def _shard_map_of_gradients(step: Inlined) -> Equation | None:
+    """The ``shard_map`` that makes gradients, if only elementwise arithmetic has changed them since."""
+    wanted = {*step.gradients}
+    for eqn in reversed(step.program.eqns):
+        if wanted.isdisjoint(eqn.outvars):
+            continue
+        if eqn.primitive.name == "shard_map":
+            return eqn
+        if eqn.primitive.name in ELEMENTWISE:
+            wanted.update(variables(eqn.invars))
+    return None
+
+
+def _awaited(step: Inlined, scans: Iterable[int], moved: Set[int]) -> set[int]:
+    """The places of the scans whose results an update outside any scan needs. Other scans, such as those that make the
+    gradients of a rotated step, serve a later update."""
+    bits = {at: 1 << k for k, at in enumerate(scans)}
+    needs, found = dict[Var, Mask](), 0
+    for at, eqn in enumerate(step.program.eqns):
+        masks = forward(eqn, needs)
+        needs.update((v, mask | bits.get(at, 0)) for v, mask in zip(eqn.outvars, masks, strict=True))
+        if id(eqn) not in moved:
+            found |= union(needs[v] for v in eqn.outvars if v in step.next_of and v.aval.shape)
+    return {at for at, bit in bits.items() if bit & found}
+
+
+def _parts(step: Inlined, plans: Mapping[int, InScan], moved: Set[int]) -> tuple[list[Node], str]:
+    """The parts of the step in an order that respects their needs: slices, scans with updates inside, and the rest of
+    each update, in one piece or in pieces between gates; and why in one piece."""
+    program, outputs, nodes = step.program, variables(step.program.outputs), list[Node]()
+    for k, eqn in enumerate(program.eqns):
+        if k in plans:
+            nodes.append(Node(plans[k], plans[k].operands, plans[k].makes, kept=True))
+        elif id(eqn) not in moved:
+            nodes.append(Node(eqn, variables(eqn.invars), eqn.outvars, bool(eqn.effects)))
+    wanted = sorted(needed(nodes, outputs))
+    # the part of an update that a scan needs, such as a learning rate, stands before it
+    ahead = needed(nodes, [v for node in nodes if isinstance(node.payload, InScan) for v in node.reads], kept=False)
+    grouped = dict[int, list[Node]]()  # the number of an update -> its equations; another number -> one other node
+    for k in wanted:
+        own = None if k in ahead else step.own.get(id(nodes[k].payload))
+        grouped.setdefault(~k if own is None else own, []).append(nodes[k])
+    read_by = dict[Var, set[int]]()
+    for number, group in grouped.items():
+        for v in (v for node in group for v in node.reads):
+            read_by.setdefault(v, set()).add(number)
+    read_by |= {v: {*read_by.get(v, ()), len(nodes)} for v in outputs}
+    rests, nodes = list[Update](), list[Node]()
+    for number, group in grouped.items():
+        if number < 0:
+            nodes += group
+            continue
+        made = {v for node in group for v in node.makes if not read_by.get(v, set()) <= {number}}
+        rests.append(consisting_of(step.updates[number], [node.payload for node in group], made))
+        nodes.append(_whole(rests[-1]))
+    order, why = (None, "") if plans or not rests else _between_passes(step, nodes)
+    if order is None:
+        if not plans:  # only the update holds the passes back
+            nodes = [Node(rests.pop(0), n.reads, n.makes) if isinstance(n.payload, Update) else n for n in nodes]
+        order = topological(nodes, range(len(nodes)))
+        order = in_turn(order) if plans else order
+
+    parts: list[Node] = []
+    for is_equations, group in itertools.groupby(order, lambda node: isinstance(node.payload, Equation)):
+        if is_equations:
+            eqns = [node.payload for node in group]
+            whole = slice_of(eqns, [v for eqn in eqns for v in eqn.outvars if v in read_by], program.debug_info, {})
+            parts.append(Node(whole, whole.inputs, whole.outputs))
+        else:
+            parts += group
+    return parts, why
+
+
+def _whole(rest: Update) -> Node:
+    """The rest of an update in one piece, between gates of the step."""
+    return Node(dataclasses.replace(rest, backward=None), rest.operands, variables(rest.program.outputs))
+
+
+def _between_passes(step: Inlined, nodes: Sequence[Node]) -> tuple[list[Node] | None, str]:
+    """The order with the rests of the updates between the passes: in pieces, or else each in one, and why; ``None`` if
+    there is no place for gates."""
+    outputs, rests = (
+        variables(step.program.outputs),
+        [node.payload for node in nodes if isinstance(node.payload, Update)],
+    )
+    try:
+        pieces = [node for node in nodes if not isinstance(node.payload, Update)]
+        for rest in rests:
+            pieces += _pieces(rest)
+        return interleaved(pieces, range(len(pieces)), outputs), ""
+    except CannotHoist as stays:
+        on_host = any(is_host_aval(v.aval) for rest in rests for v in rest.operands)
+        why = located(str(stays), step.like) if on_host else ""
+    try:
+        return interleaved(nodes, range(len(nodes)), outputs), why
+    except CannotHoist:
+        return None, why
+
+
+def _pieces(rest: Update) -> list[Node]:
+    """Return the rest of an update in pieces.
+
+    Raises:
+      CannotHoist: the pieces cannot run between the parts of the step.
+    """
+    update = dataclasses.replace(rest, gated=True)
+    if len(update.passes) != 1:
+        raise CannotHoist(AHEAD)
+    (only,) = update.passes
+    if only.in_own_loop:
+        raise CannotHoist(f"it runs in a loop of its own, {only.slices[0].window.own_loop}; scan over stacked layers")
+    if any(eqn.effects for eqn in update.program.eqns):
+        raise CannotHoist("it has effects, such as a callback; call back from the step, not from the optimizer")
+    window = only.slices[0].window if only.slices else Window(0, "nothing moves")
+    apart = [s for s in only.first if isinstance(s, Slice)]
+    first = [Planned(s, Whole(), window, tuple(v for v in s.outputs if v in update.next_values)[:1]) for s in apart]
+    return [Node(p, p.slice.inputs, p.slice.outputs) for p in [*first, *only.slices] if p.slice.outputs]
+
+
+# ---- one iteration by itself: the microbatch whose pass can host the update
+#
+# This is the last one, whose backward pass completes the sum of all gradients, or the first one, whose forward pass is
+# the first to read new parameters.
+
+
+def peeled(program: Program, at: int, *, first: bool = False) -> Program:
+    """Take the last iteration, or the first, out of equation ``at`` of ``program``, a scan, and inline it.
+
+    Raises:
+      CannotHoist: no iteration of it can run by itself.
+    """
+    eqn = program.eqns[at]
+    scan = scan_of(eqn)
+    if scan is None or not scan.length:
+        raise CannotHoist("it has no iterations")
+    if eqn.effects:
+        raise CannotHoist("it has effects, such as a callback, whose order would change; call back after the scan")
+    if any(is_host_aval(v.aval) for v in (*scan.xs, *scan.ys)):
+        raise CannotHoist("it reads or makes rows in host memory, which would be copied there; load them before it")
+    body = jax_fun(scan.body)
+    in_front = first != scan.reverse  # which row the iteration reads
+    others, apart = (slice(1, None), 0) if in_front else (slice(-1), -1)
+
+    def run(*operands: Any) -> list[Any]:
+        consts, init, xs = scan.parted(operands)
+
+        def one(carry: list[Any], x: list[Any]) -> tuple[list[Any], list[Any]]:
+            produced = body(*consts, *carry, *x)
+            return produced[: len(init)], produced[len(init) :]
+
+        # Rows are taken by number, because slices of the batches would be copies.
+        def at(*args: Any) -> list[Any]:
+            *given, k = args
+            return body(*given, *(jax.lax.dynamic_index_in_dim(x, k, keepdims=False) for x in xs))
+
+        mine = [x[apart] for x in xs]
+        if scan.length == 1:
+            carry, y = one(init, mine)
+            return [*carry, *(row[None] for row in y)]
+        y: list[Any] = []
+        if first:
+            init, y = one(init, mine)
+        numbers = np.arange(scan.length, dtype=np.int32)[others]
+        carry, ys = scan.run(at, consts, init, [numbers], scan.length - 1)
+        if not first:
+            # It waits for the others: its pass needs nothing from them, and would keep its activations beside theirs.
+            carry, y = one(*together((carry, mine)))
+        pairs = ([row[None], rows] if in_front else [rows, row[None]] for rows, row in zip(ys, y, strict=True))
+        return [*carry, *map(jnp.concatenate, pairs)]
+
+    return replaced(program, at, traced_for(eqn, run))

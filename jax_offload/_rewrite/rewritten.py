@@ -1,0 +1,230 @@
+"""Rewrite a whole step so that updates run where their gradients are made."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import warnings
+from collections.abc import Callable, Iterable, Sequence, Set
+from typing import Any
+
+import jax
+
+from jax_offload._disk.placeholder import READ, WRITE
+from jax_offload._emit.find import holds_update, is_update
+from jax_offload._emit.hoisted import scanned
+from jax_offload._emit.region import Update, moved
+from jax_offload._emit.rows import or_batched
+from jax_offload._emit.run import functions
+from jax_offload._program.barriers import gate_equation
+from jax_offload._program.jaxprs import (
+    Atom,
+    ClosedJaxpr,
+    Equation,
+    Literal,
+    Scan,
+    Var,
+    holds,
+    jax_fun,
+    located,
+    only_callbacks,
+    ordered,
+    scan_of,
+    sharded_like,
+    variables,
+    without_dead_code,
+)
+from jax_offload._program.jaxprs import (
+    closed as as_closed,
+)
+from jax_offload._program.private import manual_axes_of
+from jax_offload._program.program import Builder, Program, expanded, flat, replaced, traced_for, without_effects_of_axes
+from jax_offload._program.propagate import Node
+from jax_offload._program.slices import Slice
+from jax_offload._rewrite.canonical import canonical, inside_shard_maps
+from jax_offload._rewrite.checked import CannotRewrite, check_order, same_memory, tell, unreturned
+from jax_offload._rewrite.cut import unguarded
+from jax_offload._rewrite.inlined import equation_of
+from jax_offload._rewrite.parts import Parts, parts_of
+from jax_offload._schedule.in_scan import InScan
+from jax_offload._schedule.schedule import Gate, Planned
+
+
+def rewritten(closed: ClosedJaxpr) -> ClosedJaxpr:
+    """Return a step as it is to run, with the same arguments and results; itself if it has no updates."""
+    if not any(map(holds_update, closed.jaxpr.eqns)):
+        return closed
+    program = flat(closed)
+    lost = unreturned(program)
+    if lost is not None and not lost.meant:
+        warnings.warn(
+            f"jo.jit: {lost.why}. It runs as written, and hides no transfers. Fix: return the new parameters and "
+            "the new state, as in `params, state = jo.update_params(tx, grads, state, params)`.",
+            stacklevel=2,
+        )
+    if any(map(_holds_driven, program.eqns)):
+        return _saying(closed, [_cut_at(program)])
+    if lost is not None:
+        return _saying(closed, [lost.why])
+    try:
+        whole = inside_shard_maps(program)
+        plain = canonical(unguarded(whole))
+        found = None if ordered(plain.effects) else parts_of(_noted_inside(plain))
+        if found is not None and found.moved:
+            return _put_together(found).closed
+    except Exception as fault:  # whatever is wrong with a rewritten step, the one that was written runs
+        return _saying(closed, [tell("the step runs as written, and hides no transfers", fault)])
+    if found is not None:
+        return _saying(closed, found.stays)
+    return _by_step(whole) or _saying(closed, _why_not(program))
+
+
+def is_driven(closed: ClosedJaxpr) -> bool:
+    """Whether Python is to drive a step, because one of its results needs the host's cores or files."""
+    eqns = closed.jaxpr.eqns
+    return any(map(_holds_driven, eqns)) and any(map(_holds_driven, without_dead_code(closed.jaxpr)[0].eqns))
+
+
+def _holds_driven(eqn: Equation) -> bool:
+    """Whether an equation is or holds an update that Python drives, or uses a leaf on disk."""
+
+    def driven(each: Equation) -> bool:
+        return each.primitive in (READ, WRITE) or (is_update(each) and each.params["update"].driven)
+
+    return holds(eqn, driven)
+
+
+def _put_together(found: Parts) -> Program:
+    """Return the step's program, made of its parts in their order.
+
+    Raises:
+      CannotRewrite: a part lacks an operand, or makes another result.
+    """
+    program, like, barrier, new = found.step.program, found.step.like, gate_equation(), Builder()
+    check_order(found.parts, program.inputs, variables(program.outputs))
+    for part in found.parts:
+        this = part.payload
+        if isinstance(this, Gate):
+            _put_gate(new, this, barrier)
+        elif isinstance(this, Slice) or (isinstance(this, Planned) and not this.slice.loads):
+            for eqn in (this if isinstance(this, Slice) else this.slice).jaxpr.eqns:
+                new.put(eqn)
+        else:
+            results: Sequence[Atom] = part.makes
+            if isinstance(this, Update):
+                new.put(equation_of(dataclasses.replace(this, stays=found.stays), like))
+                results = new.eqns[-1].outvars
+            else:
+                results = moved(new, _run(found, part), part.reads, this, like)
+            for v, x in zip(part.makes, results, strict=True):
+                if not same_memory(v, x):
+                    raise CannotRewrite(f"a part makes {x.aval} in place of {v.aval}")
+            new.names.update(zip(part.makes, results, strict=True))
+    return dataclasses.replace(program, eqns=new.eqns, outputs=new.read(program.outputs))
+
+
+def _put_gate(new: Builder, this: Gate, barrier: Equation) -> None:
+    """Append ``gate`` as equations: values that vary over the same axes of a ``shard_map`` wait for each other."""
+    for varying in {manual_axes_of(v.aval) for v in this.held}:
+        waiting, first = ([v for v in vs if manual_axes_of(v.aval) == varying] for vs in (this.held, this.waits_for))
+        if first:
+            names = [*waiting, *first]
+            results = [Var(v.aval) for v in names]
+            new.put(barrier.replace(invars=names, outvars=results))
+            new.names.update(zip(names, results, strict=True))
+
+
+def _run(found: Parts, part: Node) -> Callable[[Sequence[Any]], list[Any]]:
+    """Return the function that a part is."""
+    this: InScan | Planned = part.payload
+
+    def run(*operands: Any) -> list[Any]:
+        env = dict(zip(part.reads, operands, strict=True))
+        if isinstance(this, InScan):
+            env = scanned(this, env, found.step.names)
+        else:
+            functions([this], found.step.names)(this, env)
+        return [env[v] for v in part.makes]
+
+    if not isinstance(this, InScan):
+        return lambda operands: run(*operands)
+    as_written = this.as_written
+
+    def one_by_one(*operands: Any) -> list[Any]:
+        env = dict(zip(part.reads, operands, strict=True))
+        return as_written.run(*(env[v] for v in as_written.inputs))
+
+    return lambda operands: or_batched(run, one_by_one)(*operands)
+
+
+def _cut_at(program: Program) -> str:
+    on_disk = any(holds_update(eqn, lambda u: isinstance(u, Update) and bool(u.on_disk)) for eqn in program.eqns)
+    why = "its state is on disk" if on_disk else "the host's cores update a part"
+    return f"the step is cut at it, as {why}"
+
+
+def _saying(closed: ClosedJaxpr, why: Iterable[str], but: Set[int] = frozenset()) -> ClosedJaxpr:
+    """Return the same program with a reason in its updates, except those with the identities ``but``."""
+    if not (stays := tuple(why)):
+        return closed
+
+    def with_reasons(eqn: Equation) -> Program | None:
+        if not is_update(eqn) or id(eqn.params["update"]) in but:
+            return None
+        update = dataclasses.replace(eqn.params["update"], stays=stays)
+        noted = eqn.replace(params=eqn.params | {"update": update})
+        ins = [Var(v.aval) if isinstance(v, Literal) else v for v in eqn.invars]
+        return Program(ins, list(eqn.outvars), [noted.replace(invars=ins)], [], closed.jaxpr.debug_info)
+
+    return as_closed(expanded(closed.jaxpr, with_reasons), closed.consts)
+
+
+def _noted_inside(program: Program) -> Program:
+    """Return a step with an update of its own and others in branches or loops, which then say why they stay there."""
+    own = frozenset(id(eqn.params["update"]) for eqn in program.eqns if is_update(eqn))
+    words = "another update runs in a {} of the step, and stays there; call it outside, and choose with skip="
+    why = _inside(words, program)
+    return flat(_saying(program.closed, why, own)) if own and why else program
+
+
+def _inside(words: str, program: Program) -> dict[str, None]:
+    """The reasons why updates in branches and loops stay there."""
+    inside = (eqn for eqn in program.eqns if not is_update(eqn) and holds_update(eqn))
+    return dict.fromkeys(located(words.format(eqn.primitive.name), eqn) for eqn in inside)
+
+
+def _by_step(program: Program) -> ClosedJaxpr | None:
+    """Rewrite the body of a loop over steps, or of a ``shard_map``, that holds a step's only update, as a step."""
+    holding = [eqn for eqn in program.eqns if holds_update(eqn)]
+    if len(holding) != 1 or program.effects:
+        return None
+    (eqn,) = holding
+    if (scan := scan_of(eqn)) is not None:
+        run = functools.partial(_steps, scan)
+    elif eqn.primitive.name == "shard_map" and not _varies_behind_barriers(eqn):
+        body = without_effects_of_axes(flat(as_closed(eqn.params["jaxpr"]))).closed
+        run = sharded_like(eqn, lambda *operands: jax_fun(rewritten(body))(*operands))
+    else:
+        return None
+    return replaced(program, program.eqns.index(eqn), traced_for(eqn, run)).closed
+
+
+def _varies_behind_barriers(eqn: Equation) -> bool:
+    """Whether jax lets everything that a barrier in a ``shard_map`` returns vary over its axes, as jax 0.10 does."""
+    return eqn.params["check_vma"] and jax.__version_info__ < (0, 11)
+
+
+def _steps(scan: Scan, *operands: Any) -> list[Any]:
+    """Run a loop over steps, each as ``rewritten``."""
+    carry, ys = scan.run(jax_fun(rewritten(scan.body)), *scan.parted(operands))
+    return [*carry, *ys]
+
+
+def _why_not(program: Program) -> Iterable[str]:
+    """Why no update moves in a step that stays unchanged."""
+    if any(map(holds_update, program.eqns)) and (names := ordered(program.effects)):
+        whose = "" if only_callbacks(program.effects) else f"of mutable arrays or checks ({', '.join(names)}) "
+        having = next(eqn for eqn in program.eqns if ordered(eqn.effects))
+        return [located(f"the step has effects {whose}whose order would be lost; use unordered ones", having)]
+    words = "it runs in a {} of the step, and only what each step runs once moves; call jo.jit of a single step"
+    return _inside(words, program)

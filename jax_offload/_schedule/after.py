@@ -1,0 +1,284 @@
+"""Make the plan of a traced update. This only decides; ``_emit`` follows the plan."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from itertools import accumulate
+
+import jax
+import jax.numpy as jnp
+
+from jax_offload._program.arrays import nbytes
+from jax_offload._program.jaxprs import Equation, Var
+from jax_offload._program.memory import is_host_aval
+from jax_offload._program.primitives import PLACED
+from jax_offload._program.program import Program
+from jax_offload._program.propagate import Mask, forward, union
+from jax_offload._program.slices import Pass, Slice, consecutive, cut, repeats_effects
+from jax_offload._program.trace import LARGE, Backward
+from jax_offload._schedule.options import Claim
+from jax_offload._schedule.schedule import Gate, OnCores, Planned, Schedule, Whole, Window
+from jax_offload._schedule.transfers import buffers, transfer_of
+
+# Slices up to this size, or up to this share of the state, are loaded whole, and the window holds two and a half of
+# them. Larger slices go through a window of that size in chunks, which are too long for a copy's latency to matter.
+DEFAULT_WINDOW, DEFAULT_SHARE = 2**28, 32
+# A slice larger than this share of the state is not loaded whole: one stacked leaf of a small model may be the whole
+# state, and the device would hold it twice during its update. A copy below the least window costs only its latency.
+SMALL_SHARE, LEAST_WINDOW = 8, 2**20
+# Pieces between gates may be half of the state: no two are on the device in full, and XLA runs no loop over chunks
+# beside a matmul.
+GATED_SHARE = 2
+# A usual slice is one of those that hold this share of the state: an embedding is none.
+USUAL = 0.8
+# Copies of smaller slices hide little, and XLA's scheduler puts off what the backward pass should free for them. They
+# run in a loop of their own, out of its sight.
+LEAST_HIDDEN = 2**23
+SMALL_PIECES = "as pieces this small hide little"
+# XLA also puts matmuls off if a step computes for much longer than it moves its state, as nothing then holds them
+# back. Moving the state afterwards costs little there. An H200 does 13000 operations while its link moves a byte.
+FLOPS_PER_BYTE = 24000
+PUT_OFF = "or XLA would put off the matmuls that make the gradients; jax_offload.jit can hide these transfers"
+
+
+def schedules_of(
+    program: Program,
+    next_of: Mapping[Var, Var],
+    claims: Sequence[Claim],
+    rank: Callable[[Var], int],
+    *,
+    manual: bool,
+    backward: Backward | None = None,
+    gradients: Sequence[Var] = (),
+    take_turns: bool = False,
+    gated: bool = False,
+) -> list[Schedule]:
+    """Plan the slices of a traced update. Slices larger than their window go in chunks if their rows can be kept apart.
+
+    Scalars that need the state get a pass of their own, ahead of the other one, if that lowers the memory on the
+    device.
+
+    Args:
+      program: the usual recipe (load all, update, store all) as a program.
+      next_of: result -> the operand that it is the next value of.
+      claims: the offloads; every host leaf belongs to one of them.
+      rank: a host leaf's place in the order of the backward pass.
+      manual: whether the update is traced inside ``shard_map``.
+      backward: the passes through the network, where gates in the update are all that holds these back.
+      gradients: operands of the program, in the order of the backward pass.
+      take_turns: whether they may wait for each other.
+      gated: whether each slice runs by itself, between gates of the passes.
+    """
+    best: tuple[int, list[tuple[Pass, list[Planned], Mapping[Var, Var] | None]]] | None = None
+    on_cores = frozenset[Var]().union(*(claim.on_cores for claim in claims))  # and with them all of their slices
+    moved = sum(nbytes(v.aval) for claim in claims for v in claim.leaves - on_cores)
+    for scalars_ahead in False, True:
+        passes = cut(program, scalars_ahead)
+        if scalars_ahead and repeats_effects(program, passes):
+            break
+        of = {id(s): _claim(s, claims) for each in passes for s in each.slices}
+        streamed = [s for each in passes for s in each.slices if on_cores.isdisjoint(s.loads)]
+        ungated = {*gradients} & {*passes[0].prelude.inputs}
+        own_loop = "" if manual else _own_loop(program, moved, streamed, claims, backward, ungated)
+        carried = [_carried(each.slices, next_of) if own_loop else None for each in passes]
+        if any(each.slices and loop is None for each, loop in zip(passes, carried, strict=True)):
+            own_loop, carried = "", [None for _ in passes]
+        windows = {
+            c: _window(c, [s.loaded_bytes for s in streamed if of[id(s)] is c], program, own_loop, gated)
+            for c in claims
+        }
+        found, most, enough = [list[Planned]() for _ in passes], 0, True
+        for each, planned in zip(passes, found, strict=True):
+            for s in each.slices:
+                window, large = windows[of[id(s)]]
+                stays, fits = not on_cores.isdisjoint(s.loads), s.loaded_bytes <= window.nbytes
+                how = OnCores() if stays else Whole() if fits else transfer_of(s, next_of, window.nbytes)
+                planned.append(p := Planned(s, how, window))
+                most, enough = max(most, p.bytes_at_once), enough and p.bytes_at_once <= large
+        if best is None or most < best[0]:
+            best = most, [*zip(passes, found, carried, strict=True)]
+        if enough:
+            break
+    assert best is not None  # two were tried
+    schedules, before = list[Schedule](), tuple[Var, ...]()
+    for each, unordered, loop in best[1]:
+        ordered = sorted(unordered, key=lambda p: min(map(rank, p.slice.loads), default=0))
+        ordered = [dataclasses.replace(p, token=_token(p.slice, next_of)) for p in ordered]
+        first = in_turn(each.prelude, gradients) if take_turns or gated else (each.prelude,)
+        schedules.append(Schedule(each.prelude, first, tuple(_gated(ordered, {*gradients}, before)), loop))
+        before = ordered[-1].token if ordered else before
+    return schedules
+
+
+def _claim(s: Slice, claims: Sequence[Claim]) -> Claim:
+    """The offload that streams a slice: among those that have leaves in it, the one with the smallest window."""
+    loads = set(s.loads)
+    return min(
+        (c for c in claims if loads & c.leaves),
+        key=lambda c: math.inf if c.options.window is None else c.options.window,
+        default=claims[0],
+    )
+
+
+def _own_loop(
+    program: Program,
+    moved: int,
+    streamed: Sequence[Slice],
+    claims: Sequence[Claim],
+    backward: Backward | None,
+    ungated: Set[Var],
+) -> str:
+    """Say why no slice can run among the matmuls of the backward pass; return an empty string if slices can.
+
+    XLA's scheduler runs everything as late as the copies allow. The memory that this costs is bounded if all gradients
+    that it puts off take less than the state on the host. The delay is short if a load waits for each gradient, and
+    takes about as long as the layer's arithmetic. No load waits for the ``ungated`` gradients: their leaves stay on the
+    device, or only a norm needs them.
+
+    Where something is divided, collectives are in the scheduler's sight anyway, and small pieces may be. What gathers
+    (ZeRO-1) is a collective itself, beside which nothing would run.
+    """
+    is_divided = any(math.prod(shards) > 1 for shards in program.shards.values())
+    if is_divided and any(eqn.primitive.name in PLACED - {"device_put"} for eqn in program.eqns):
+        return ""
+    if backward is not None and 2 * backward.held > moved:
+        late = backward.scaled or any(math.prod(v.aval.shape) >= LARGE for v in ungated)
+        if late or backward.flops > FLOPS_PER_BYTE * moved:
+            return PUT_OFF
+    given = any(c.leaves and c.options.window is not None for c in claims)
+    is_small = 0 < _usual([s.loaded_bytes for s in streamed]) < LEAST_HIDDEN
+    return SMALL_PIECES if is_small and not is_divided and not given else ""
+
+
+def _window(claim: Claim, sizes: Sequence[int], program: Program, own_loop: str, gated: bool) -> tuple[Window, int]:
+    """Choose the window for slices of these sizes, and the most bytes at once that need no pass of their own."""
+    if (given := claim.options.window) is not None:
+        return Window(given, "as given", own_loop=own_loop), given
+    state = sum(nbytes(v.aval) // math.prod(program.shards.get(v, ())) for v in claim.leaves)
+    default, usual = default_window(state), _usual(sizes)
+    largest = min(_large(state), state // GATED_SHARE) if gated else default.nbytes
+    fits = usual <= max(largest, default.nbytes)
+    chosen = Window(5 * usual // 2, "two and a half of its usual pieces") if fits else default
+    # An embedding may be larger than the window, up to twice what a small model's may be.
+    most = max(chosen.nbytes, min(_large(state), 2 * default.nbytes))
+    return dataclasses.replace(chosen, own_loop=own_loop), most
+
+
+def default_window(state: int) -> Window:
+    """The window for slices that are larger than it, given the bytes of host leaves on one device."""
+    large, small = _large(state), max(LEAST_WINDOW, state // SMALL_SHARE)
+    if small < large:
+        return Window(small, "an eighth of the state" if small > LEAST_WINDOW else "1 MiB, the least")
+    share = "a 32nd of the state" if large > DEFAULT_WINDOW else "256 MiB"
+    return Window(large, f"{share}, less than its usual pieces")
+
+
+def _large(state: int) -> int:
+    return max(DEFAULT_WINDOW, state // DEFAULT_SHARE)
+
+
+def _usual(sizes: Sequence[int]) -> int:
+    """The size of a usual slice, in bytes of host leaves on one device: slices up to it hold most of the state."""
+    sizes = sorted(sizes)
+    return next((n for n, so_far in zip(sizes, accumulate(sizes), strict=True) if so_far >= USUAL * sum(sizes)), 0)
+
+
+def _gated(slices: Sequence[Planned], gradients: Set[Var], before: tuple[Var, ...]) -> Iterator[Planned | Gate]:
+    """Order the loads and updates of slices, which are sorted by the backward pass, and say what each load waits for.
+
+    A slice loads once there is room, and once a gradient exists. The larger the window, the earlier the gradient: that
+    of the first slice in flight, so that no gradient waits for its state. The first chunk of a loop, which would lie
+    there through all of the backward pass, waits for its own.
+
+    Args:
+      slices: the slices of a pass.
+      gradients: the operands that the backward pass makes.
+      before: what the first loads wait for.
+    """
+    sizes = [p.bytes_at_once for p in slices]
+    done = 0
+    for k, p in enumerate(slices):
+        stored = _must_be_back(sizes, k, p.window.nbytes)
+        yield from slices[done : stored + 1]
+        done = max(done, stored + 1)
+        awaited = slices[k if p.in_chunks else done].slice.inputs if p.in_chunks or done < k else []
+        room = slices[stored].token if stored >= 0 else before
+        yield Gate(tuple(p.slice.loads), (*(v for v in awaited if v in gradients), *room))
+    yield from slices[done:]
+
+
+def _must_be_back(sizes: Sequence[int], k: int, window: int) -> int:
+    """The last slice that must be stored before slice ``k`` is loaded; -1 if there is none."""
+    i, in_flight = k, 0
+    while i >= 0 and (i == k or in_flight + sizes[i] <= window):
+        in_flight += sizes[i]
+        i -= 1
+    return i
+
+
+def _token(s: Slice, next_of: Mapping[Var, Var]) -> tuple[Var, ...]:
+    """The completion token of a slice: its stores, or its part of a scalar if it computes nothing else.
+
+    Gathered parameters belong to it: otherwise XLA keeps all of them, whole, until the last one exists.
+    """
+    pins = s.pins
+    return (*s.stores, *(v for v in s.outputs if v in pins and v in next_of)) or tuple(s.outputs[:1])
+
+
+def _carried(slices: Sequence[Slice], next_of: Mapping[Var, Var]) -> Mapping[Var, Var] | None:
+    """Map each result to the operand whose buffer it takes in a loop around the slices.
+
+    ``None`` if they need no loop, or cannot have one: host leaves must take the buffers of their old values.
+    """
+    if not slices or any(s.jaxpr.effects for s in slices):
+        return None
+    # XLA rounds arithmetic in float16 where a fusion ends, and a loop moves that: 3 units in the last place.
+    if any(v.aval.dtype == jnp.float16 for s in slices for v in (*s.inputs, *s.outputs)):
+        return None
+    pairs = [pair for s in slices for pair in zip(s.outputs, buffers(s, next_of), strict=True)]
+    carried = {v: old for v, old in pairs if old is not None}
+    fresh = [v for v, old in pairs if old is None]
+    extended = any(jnp.issubdtype(v.aval.dtype, jax.dtypes.extended) for v in fresh)
+    return None if extended or any(is_host_aval(v.aval) for v in fresh) else carried
+
+
+# ---- gradients in turn
+
+
+def in_turn(prelude: Slice, gradients: Sequence[Var]) -> tuple[Slice | Gate, ...]:
+    """Divide a prelude into parts, to be run one after the other: each uses a gradient once the one before has been.
+
+    Numbers that need all gradients, such as a norm, take them as the backward pass makes them. Otherwise nothing asks
+    for a gradient before the last one exists, and XLA's latency-hiding scheduler puts the weights' matmuls off to the
+    end of the backward pass: the activations and cotangents that they need are alive for all layers at once.
+
+    Args:
+      prelude: the slice that a pass runs first.
+      gradients: operands of the update, in the order of the backward pass.
+    """
+    needs: dict[Var, Mask] = {v: 1 << i for i, v in enumerate(gradients)}
+    parts: list[list[Equation]] = [[] for _ in range(len(gradients) + 2)]  # none, one after the other, several
+    for eqn in prelude.jaxpr.eqns:
+        mask = union(forward(eqn, needs))
+        needs.update(dict.fromkeys(eqn.outvars, mask))  # of an equation that stands in one part, such as a cond
+        parts[-1 if mask.bit_count() > 1 else mask.bit_length()].append(eqn)
+    if prelude.jaxpr.effects or sum(map(bool, parts[1:-1])) < 2:
+        return (prelude,)
+    slices = consecutive(parts, prelude.outputs, prelude.jaxpr.debug_info, prelude.shards)
+    found: list[Slice | Gate] = []
+    used: list[Var] = []
+    for gradient, part in zip([None, *gradients, None], slices, strict=True):
+        if part.jaxpr.eqns:
+            if gradient is not None and used:
+                found.append(Gate((gradient,), tuple(used)))
+            found.append(part)
+            used = used if gradient is None else _small(part, gradient) or used
+    return tuple(found)
+
+
+def _small(s: Slice, gradient: Var) -> list[Var]:
+    """A result that is tiny beside the gradient from which it is made, such as a part of a sum."""
+    few = [v for v in s.outputs if 32 * math.prod(v.aval.shape) <= max(32, math.prod(gradient.aval.shape))]
+    return few[:1]

@@ -1,0 +1,335 @@
+"""The pieces of an update between the parts of an unrolled step: each where its gradient is made, or its result read.
+
+Left to itself, XLA's scheduler puts updates off, and with them the matmuls that make their gradients; the activations
+that these need then live for all layers at once. Nothing in an update can hold back the backward pass, but in a whole
+step a gate can: the value that the pass goes on with waits for the updates of two layers before, and the state of the
+next layer is loaded once that value exists.
+"""
+
+from __future__ import annotations
+
+import bisect
+import dataclasses
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+
+import jax.numpy as jnp
+
+from jax_offload._program.arrays import nbytes
+from jax_offload._program.jaxprs import Equation, Var
+from jax_offload._program.memory import is_host_aval
+from jax_offload._program.primitives import is_cheap, is_loop
+from jax_offload._program.propagate import Node, topological
+from jax_offload._schedule.in_scan import CannotHoist, InScan
+from jax_offload._schedule.schedule import Gate, Planned
+
+LEAST_GATES = 4  # with fewer there is nothing to hold back
+AT_ONCE = (
+    "most of its gradients are there only at once: a number needs all, such as their norm, or one call makes them; "
+    "jax_offload.pipelined hides it"
+)
+FEW_PLACES = (
+    f"its passes, forward and backward, have fewer than {LEAST_GATES} places where parts of an update could wait; "
+    "scan over the layers"
+)
+LEAST_FRONT = 2**12  # elements: what a pass goes on with is at least as large
+
+
+def interleaved(nodes: Sequence[Node], which: Sequence[int], outputs: Sequence[Var]) -> list[Node]:
+    """Return the nodes with pieces in their places and gates between them.
+
+    Args:
+      nodes: parts of a step; the payloads of some are pieces.
+      which: the numbers of the nodes that are needed.
+      outputs: of the step.
+
+    Raises:
+      CannotHoist: there are not enough places.
+    """
+    pieces = [k for k in which if isinstance(nodes[k].payload, Planned)]
+    outer = [k for k in which if not isinstance(nodes[k].payload, Planned)]
+    heavy = [k for k in outer if is_heavy(nodes[k])]
+    order = topological(nodes, [*heavy, *outer, *pieces])
+    passes, number = Network(order, outputs), {id(node): k for k, node in enumerate(nodes)}
+    ahead, behind = _Spots(), _Spots()
+    for k in pieces:
+        piece, reader = nodes[k].payload, passes.next_reader(nodes[k])
+        spots, at = (behind, passes.produced_after(nodes[k])) if reader is None else (ahead, reader)
+        gradients = [v for v in nodes[k].reads if reader is None and passes.after.get(v) == at and is_large(v)]
+        held = [] if reader is None else [v for v in piece.slice.inputs if is_large(v) and not is_host_aval(v.aval)]
+        spots.add(at, _Spot(k, piece.slice.loads, piece.token, held, gradients))
+    updates = behind.updates
+    if 2 * max(updates, default=0) > sum(updates):
+        raise CannotHoist(AT_ONCE if sum(updates) >= LEAST_GATES else FEW_PLACES)
+    for place, v in passes.put_off():
+        behind.add(place, _Spot(None, [], [v]))
+    for place, v in passes.stores():
+        behind.add(place, _Spot(None, [], [v], stored=True))
+
+    all_nodes = list(nodes)
+    gates: dict[tuple[bool, int], int] = {}
+    for spots, is_ahead in (ahead, True), (behind, False):
+        for at, gate in spots.gates(passes, is_ahead).items():
+            gates[is_ahead, at] = len(all_nodes)
+            all_nodes.append(Node(gate, [*gate.held, *gate.waits_for], []))
+    if len(gates) < LEAST_GATES:
+        raise CannotHoist(FEW_PLACES)
+    sequence = behind.pieces(-1)
+    for place, node in enumerate(order):
+        if is_heavy(node):
+            # a piece reads its gradient behind the gate: ahead of it XLA would put off the gradient and its operands
+            before, after = ([gates[key] for key in [(side, place)] if key in gates] for side in (True, False))
+            sequence += [*before, *ahead.pieces(place), number[id(node)], *after, *behind.pieces(place)]
+    return topological(all_nodes, [*sequence, *outer, *pieces])
+
+
+def in_turn(order: Sequence[Node]) -> list[Node]:
+    """``order`` with a gate before every loop that would not need the loop before it.
+
+    XLA's scheduler is free to run first the loop that was traced last, and then what both need is alive at once.
+    """
+    found, before = list[Node](), None
+    read = {v for node in order for v in node.reads}
+    needs: dict[Var, set[int]] = {}  # the loops, by identity, that a value is made of
+    for node in order:
+        loops = set[int]().union(*(needs.get(v, ()) for v in node.reads))
+        if _is_loop(node):
+            if before is not None and id(before) not in loops:
+                # it begins when all of its operands exist: its smallest operand waits for the smallest result
+                held, done = _smallest(node.reads), _smallest([v for v in before.makes if v in read])
+                found += [Node(Gate((*held,), (*done,)), [*held, *done], [])] if held and done else []
+            before = node
+            loops.add(id(node))
+        needs.update(dict.fromkeys(node.makes, loops))
+        found.append(node)
+    return found
+
+
+def _smallest(of: Sequence[Var]) -> list[Var]:
+    return sorted((v for v in of if not is_host_aval(v.aval)), key=lambda v: nbytes(v.aval))[:1]
+
+
+def _is_loop(node: Node) -> bool:
+    return isinstance(node.payload, InScan) or (isinstance(node.payload, Equation) and is_loop(node.payload))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Spot:
+    """A piece, or a gradient that is put off.
+
+    Attributes:
+      piece: its number.
+      loads: its host leaves.
+      tokens: the results that exist once the piece has run.
+      gradients: the gradients that it needs.
+      stored: whether it is only stored, for the next step.
+      held: its operands on the device: ahead of a pass XLA would update as soon as it can, and the loads of the piece
+        would hide behind nothing.
+    """
+
+    piece: int | None
+    loads: Sequence[Var]
+    tokens: Sequence[Var]
+    held: Sequence[Var] = ()
+    gradients: Sequence[Var] = ()
+    stored: bool = False
+
+    @property
+    def moves(self) -> bool:
+        return self.stored or bool(self.loads)
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes that move in one direction."""
+        return sum(nbytes(v.aval) for v in (self.tokens if self.stored else self.loads))
+
+
+class _Spots:
+    """The pieces at each heavy node, the leaves that they load, and the tokens that show that they have run."""
+
+    def __init__(self) -> None:
+        self.at: dict[int, list[_Spot]] = {}
+
+    def add(self, at: int, spot: _Spot) -> None:
+        self.at.setdefault(at, []).append(spot)
+
+    def pieces(self, at: int) -> list[int]:
+        return [spot.piece for spot in self.at.get(at, []) if spot.piece is not None]
+
+    def loads(self, at: int) -> list[Var]:
+        return [v for spot in self.at.get(at, []) for v in spot.loads]
+
+    @property
+    def updates(self) -> list[int]:
+        """The number of pieces at each node that have something large to update."""
+        return [
+            sum(bool(spot.loads) or any(map(is_large, spot.tokens)) for spot in spots) for spots in self.at.values()
+        ]
+
+    def gates(self, passes: Network, ahead: bool) -> dict[int, Gate]:
+        """The gate at every spot: the next spot's leaves wait for the value with which the pass continues, and both for
+        the spot before.
+
+        Only spots that move something count, in groups: biases that stay are updated between the matrices of
+        their layers, and would leave a store only the time before its next load.
+        """
+        places = sorted(at for at in self.at if at >= 0)
+        groups = self._groups([at for at in places if any(spot.moves for spot in self.at[at])])
+        if groups and not ahead and (first := passes.heavy_before(groups[0][0])) is not None:
+            groups.insert(0, [first])
+        if groups and ahead and (last := passes.heavy_after(places[-1])) is not None:
+            groups.append([last])  # the last stores are through before the backward pass begins, where the peak is
+        number = {group[0]: g for g, group in enumerate(groups)}
+        loaded = {
+            before[0]: [v for at in group for v in self.loads(at)] for before, group in itertools.pairwise(groups)
+        }
+        found: dict[int, Gate] = {}
+        for at in sorted({*places, *number}):
+            g, here = number.get(at), self.at.get(at, [])
+            before = [spot for k in groups[g - 1] for spot in self.at.get(k, [])] if g else []
+            # what moves nothing is through at once, and within a group the gradients; a store has until the next group
+            tokens = [v for spot in before if spot.moves for v in spot.tokens]
+            if not ahead:
+                tokens += [v for spot in here if not spot.moves for v in spot.tokens]
+                tokens += [v for spot in here if spot.moves and g is None for v in spot.gradients]
+            whose = groups[g] if g is not None and ahead else [at]
+            held = [v for k in whose for spot in self.at.get(k, []) for v in spot.held]
+            front = passes.front(at - 1 if ahead else at)
+            loads = loaded.get(at, [])
+            if front is not None and (loads or tokens):
+                both = dict.fromkeys([*loads, front, *held])
+                found[at] = Gate(tuple(both), tuple(v for v in dict.fromkeys(tokens) if v not in both))
+        return found
+
+    def _groups(self, moving: Sequence[int]) -> list[list[int]]:
+        """Group the spots whose leaves move together: small ones, up to the size of a large one.
+
+        One by one they would leave the link idle beside attention.
+        """
+        sizes = [sum(spot.nbytes for spot in self.at[at]) for at in moving]
+        limit = min(sorted(sizes)[-LEAST_GATES:], default=0) * 5 // 4
+        groups, room = list[list[int]](), 0
+        for at, size in zip(moving, sizes, strict=True):
+            if groups and size <= room:
+                groups[-1].append(at)
+                room -= size
+            else:
+                groups.append([at])
+                room = limit - size
+        return groups
+
+
+# ---- the passes through the network: the values with which they continue, and the values made by a node
+
+
+def is_heavy(node: Node) -> bool:
+    """Whether a node is part of a pass through the network, as a matmul, a loop or a call is."""
+    if isinstance(node.payload, Equation):
+        return is_heavy_equation(node.payload)
+    return node.kept  # a scan with updates inside; an update is none
+
+
+def is_heavy_equation(eqn: Equation) -> bool:
+    """Whether an equation is part of a pass through the network.
+
+    A norm's scale that is taken out of a leaf is not: a gate that held it instead of an activation would hold nothing.
+    """
+    return not is_cheap(eqn)
+
+
+def is_large(v: Var) -> bool:
+    return math.prod(v.aval.shape) >= LEAST_FRONT and jnp.issubdtype(v.aval.dtype, jnp.floating)
+
+
+class Network:
+    """The passes through the network: which parts need a value, and which value a pass goes on with."""
+
+    def __init__(self, order: Sequence[Node], outputs: Sequence[Var]) -> None:
+        self.order, self.outputs = order, outputs
+        self.read = {*outputs}.union(*(node.reads for node in order))
+        self.reach: dict[Var, int] = {}  # the last heavy node that needs a value, through cheap ones
+        self.first: dict[Var, int] = {}
+        for k in reversed(range(len(order))):
+            node = order[k]
+            if isinstance(node.payload, Planned):
+                continue
+            here = is_heavy(node)
+            last = k if here else max((self.reach.get(v, -1) for v in node.makes), default=-1)
+            first = k if here else min((self.first[v] for v in node.makes if v in self.first), default=None)
+            for v in node.reads:
+                if last >= 0:
+                    self.reach[v] = max(self.reach.get(v, -1), last)
+                if first is not None:
+                    self.first[v] = min(self.first.get(v, first), first)
+        self.after: dict[Var, int] = {}  # the last heavy node of whose result a value is made
+        for k, node in enumerate(order):
+            last = k if is_heavy(node) else max((self.after.get(v, -1) for v in node.reads), default=-1)
+            self.after.update(dict.fromkeys(node.makes, last))
+        self.fronts = [  # what a pass could go on with, and the node that makes it
+            (k, v)
+            for k, node in enumerate(order)
+            for v in reversed(node.makes)
+            if is_large(v) and self.after[v] >= 0 and v in self.reach
+        ]
+
+    def _fronts(self, end: int | None) -> Iterator[tuple[int, Var]]:
+        """What nodes before ``end`` make that a pass could go on with, the last first."""
+        n = len(self.fronts) if end is None else bisect.bisect_left(self.fronts, end, key=lambda it: it[0])
+        return (self.fronts[i] for i in reversed(range(n)))
+
+    def produced_after(self, node: Node) -> int:
+        """The last heavy node before which a piece cannot run; -1 where it can run first."""
+        return max((self.after.get(v, -1) for v in node.reads), default=-1)
+
+    def next_reader(self, node: Node) -> int | None:
+        """The first heavy node that needs a result of a piece; ``None`` if no heavy node does."""
+        return min((self.first[v] for v in node.makes if v in self.first), default=None)
+
+    def heavy_before(self, k: int) -> int | None:
+        return next((m for m in reversed(range(k)) if is_heavy(self.order[m])), None)
+
+    def heavy_after(self, k: int) -> int | None:
+        return next((m for m in range(k + 1, len(self.order)) if is_heavy(self.order[m])), None)
+
+    def put_off(self) -> Iterator[tuple[int, Var]]:
+        """Yield the values that XLA would put off, with their places.
+
+        These are large results of heavy nodes that no heavy node needs, such as gradients that are returned or reduced
+        to a norm, and the step's other results, unless they are made of the former or by an update. A loss keeps the
+        values alive that it averages, and a bias's gradient the cotangent that it sums.
+        """
+        own = {v for node in self.order if not isinstance(node.payload, Equation | Planned) for v in node.reads}
+        late = set[Var]()
+        for k, node in enumerate(self.order):
+            if is_heavy(node):  # what an update in one piece reads it takes in turn
+                found = [v for v in node.makes if v in self.read and v not in self.reach and v not in own]
+                late.update(v for v in found if is_large(v))
+                yield from ((k, v) for v in found if v in late)
+            elif not isinstance(node.payload, Equation) or not late.isdisjoint(node.reads):
+                late.update(v for v in node.makes if is_large(v) and v not in self.reach)
+        for v in self.outputs:
+            if v not in late and v not in self.reach and (k := self.after.get(v, -1)) >= 0:
+                yield k, v
+
+    def stores(self) -> Iterator[tuple[int, Var]]:
+        """The values that the passes send to the host, gradients that wait there, with their places."""
+        defined = [v for node in self.order if isinstance(node.payload, Equation) for v in node.makes]
+        return ((self.after[v], v) for v in defined if is_host_aval(v.aval) and self.after[v] >= 0)
+
+    def front(self, k: int) -> Var | None:
+        """The value with which a pass continues after node ``k``: its last large value that a later node needs.
+
+        Of several values of the same heavy node it is the smallest: a gate keeps XLA from fusing what makes a value
+        with what reads it.
+        """
+        end = self.heavy_after(k)
+        same: list[tuple[bool, Var]] = []
+        produced_after = -1
+        for m, v in self._fronts(end):
+            if m < produced_after:
+                break
+            if self.reach[v] > k:
+                produced_after = self.after[v] if not same else produced_after
+                same += [(m > k, v)] if self.after[v] == produced_after else []
+        return min(same, key=lambda it: (it[0], nbytes(it[1].aval)), default=(False, None))[1]

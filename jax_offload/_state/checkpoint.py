@@ -1,0 +1,452 @@
+"""Save a state that is partly on the host with orbax while training goes on, and restore each leaf in its place.
+
+docs/state.md says what orbax does and what was measured. orbax is imported only here, and only when it is called.
+
+orbax copies NumPy arrays before it writes them in the background. A leaf on disk is handed to it as an array without
+memory, whose copy reads the leaf when tensorstore asks for its values, so that few leaves are in memory at a time.
+orbax does not promise to copy them so; one save and restore of a small array checks that it does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import re
+import tempfile
+import warnings
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jax_offload._disk.disk import Disk
+from jax_offload._disk.placeholder import is_on_disk, read_into
+from jax_offload._program import memory
+
+_NAME = "jax_offload"  # the name of our entry in orbax's custom metadata
+_MARK = "jax_offload.save_args"  # stands in our entry: a file that holds it, and no such entry, is damaged
+_PIECE = 2**20  # bytes that are summed at a time, as 64-bit products of each word
+_THREADS = 8
+
+
+def save_args(tree: Any, *, copy: bool = True) -> Any:
+    """Return orbax's arguments for saving ``tree`` while the next steps donate its arrays.
+
+    Call ``manager.save(step, args=jo.save_args(tree))``, or pass it as an item of an ``ocp.args.Composite``. The
+    arguments are orbax's ``StandardSave`` and write the same files, with a checksum for each leaf by which ``restore``
+    notices damage.
+
+    orbax writes host leaves from the memory in which they are, in the background. A GPU refuses to donate memory that
+    is being written out ("Donation requested for buffer with external reference"), and a CPU copies it in every such
+    step. The copies made here, from host to host, leave the originals free.
+
+    Leaves on disk are read one after the other while orbax writes them, and once before for their checksums. Commit
+    first and training may go on until the next commit; otherwise call ``manager.wait_until_finished()`` before the next
+    step, or the save fails. Leaves that are divided between processes are read at once into host memory, until the save
+    has finished.
+
+    Args:
+      tree: arrays and numbers, such as ``{"params": params, "opt_state": state}``.
+      copy: whether to copy the host leaves, which takes as much pinned host memory again until the save has finished.
+        If ``False``, call ``manager.wait_until_finished()`` before the next step that donates.
+
+    Returns:
+      An ``orbax.checkpoint.args.StandardSave``.
+
+    Raises:
+      ImportError: orbax is not installed.
+      ValueError: the copies do not fit XLA's pool of pinned host memory on a GPU.
+
+    Example:
+      >>> import tempfile, jax, jax.numpy as jnp, optax, orbax.checkpoint as ocp, jax_offload as jo
+      >>> params = jax.device_put({"w": jnp.ones((256, 256))}, jax.devices()[0])
+      >>> state = jo.offload(optax.adamw(1e-3)).init(params)
+      >>> with tempfile.TemporaryDirectory() as folder, ocp.CheckpointManager(folder) as manager:
+      ...     manager.save(0, args=jo.save_args({"params": params, "opt_state": state}))
+      True
+    """
+    ocp = _orbax()
+    if copy:
+        tree = _with_host_copies(tree)
+    tree = read_late(ocp, tree)
+    names, leaves = named(tree)
+    sums = dict(zip(names, sums_of(leaves), strict=True))
+    return ocp.args.StandardSave(tree, custom_metadata={_NAME: {"by": _MARK, "checksums": sums}})
+
+
+def restore(
+    manager: Any, target: Any = None, *, step: int | None = None, item: str | None = None, fallback: bool = False
+) -> Any:
+    """Read a checkpoint, each leaf straight into the memory where it belongs, and check it.
+
+    Args:
+      manager: an ``orbax.checkpoint.CheckpointManager``, or a ``jax_offload.disk``, whose last commit is read.
+      target: a tree of ``jax.ShapeDtypeStruct``s with shardings, such as ``jo.abstract_state(tx, params)``. Every leaf
+        lands with that sharding in that memory. With ``None`` arrays land in pinned host memory, sharded as they were
+        saved if those devices exist and otherwise as jax places unplaced arrays; scalars and PRNG keys land on the
+        device, and named tuples come back as dicts and lists, as in plain orbax.
+      step: the step to read; ``None`` for the latest.
+      item: the item to read, if the checkpoint was saved as an ``ocp.args.Composite``.
+      fallback: whether to read the checkpoint before a damaged one instead, with a warning. ``manager.latest_step()``
+        still names the damaged one, until ``manager.delete(step)``.
+
+    Returns:
+      A tree of the target's structure. A checkpoint that was not saved with ``jo.save_args`` carries no checksums, so
+      only damage that orbax notices is noticed.
+
+    Raises:
+      ImportError: orbax is not installed.
+      TypeError: ``manager`` is neither a ``CheckpointManager`` nor a disk.
+      ValueError: there is no such checkpoint; its tree, shapes or dtypes differ from the target's; the target lacks a
+        sharding; or the checkpoint is damaged and ``fallback`` is not set or finds no earlier one.
+
+    Example:
+      >>> import tempfile, jax, jax.numpy as jnp, optax, orbax.checkpoint as ocp, jax_offload as jo
+      >>> params = jax.device_put({"w": jnp.ones((256, 256))}, jax.devices()[0])
+      >>> tx = jo.offload(optax.adamw(1e-3))
+      >>> with tempfile.TemporaryDirectory() as folder, ocp.CheckpointManager(folder) as manager:
+      ...     saved = manager.save(0, args=jo.save_args(tx.init(params)))
+      ...     state = jo.restore(manager, jo.abstract_state(tx, params))
+      >>> state[0].mu["w"].sharding.memory_kind
+      'pinned_host'
+    """
+    if isinstance(manager, Disk):
+        if target is None or item is not None or fallback:
+            given = "item, fallback: not for a disk" if target is not None else "target: expected the committed tree"
+            raise ValueError(
+                f"{given}; a disk has one commit of one tree. Fix: jo.restore(disk, {{'params': shapes, 'opt_state': "
+                "jo.abstract_state(tx, shapes)})."
+            )
+        return manager.restored(target, step)
+    ocp = _orbax()
+    if not isinstance(manager, ocp.CheckpointManager):
+        raise TypeError(
+            f"manager: expected an orbax.checkpoint.CheckpointManager, or a jo.disk, got a {type(manager).__name__}. "
+            "Fix: jo.restore(ocp.CheckpointManager(folder), target)."
+        )
+    manager.wait_until_finished()  # a checkpoint that is being written is not damaged
+    saved = sorted(manager.all_steps(), reverse=True)
+    steps = [s for s in saved if step is None or s <= step]
+    if not steps or (step is not None and steps[0] != step):
+        wanted = "checkpoint" if step is None else f"checkpoint of step {step}"
+        raise ValueError(f"manager: no complete {wanted} in {manager.directory}; complete steps there: {saved[::-1]}.")
+    for s, earlier in zip(steps, [*steps[1:], None], strict=True):
+        try:
+            return _restore_step(ocp, manager, s, item, target)
+        except Damaged as error:
+            what = f"the checkpoint of step {s} in {_path(manager, s)} is damaged: {error}\n"
+            if fallback and earlier is not None:
+                warnings.warn(
+                    f"{what}Using step {earlier} instead. manager.delete({s}) removes the damaged one, so that "
+                    "step can be saved again.",
+                    stacklevel=2,
+                )
+                continue
+            fix = (
+                f"Restore an earlier one (complete steps: {saved[::-1]}) with step=..., or pass fallback=True to use "
+                "the latest that is whole."
+            )
+            none = f"No earlier checkpoint is left in {manager.directory}."
+            raise ValueError(what + (none if fallback else fix)) from error.__cause__
+
+
+def _restore_step(ocp: Any, manager: Any, step: int, item: str | None, target: Any) -> Any:
+    """Read one step; raise ``Damaged`` if another step may be whole, and ``ValueError`` if none can be right."""
+    folder = _path(manager, step) / (item or "default")
+    items = sorted(path.name for path in folder.parent.glob("*") if path.is_dir())
+    if not folder.exists() and (items or item is not None):
+        given = "none was given" if item is None else f"there is no {item!r}"
+        raise ValueError(f"item: the checkpoint in {folder.parent} has the items {items}, and {given}; say which.")
+    metadata = reading(ocp.StandardCheckpointHandler().metadata, folder)
+    stored = dict(zip(*named(metadata.tree), strict=True))
+    sums = _stored_sums(metadata.custom_metadata, folder)
+    if sums is not None and sums.keys() != stored.keys():
+        raise Damaged(f"its metadata names other leaves than were saved: {some(sums.keys() ^ stored.keys())}")
+    by_default = target is None
+    if by_default:
+        target = reading(jax.tree.map, default_target, metadata.tree)
+        for x in jax.tree.leaves(target):
+            if isinstance(x, jax.ShapeDtypeStruct) and x.sharding is not None:
+                memory.check_platform(x.sharding.addressable_devices)
+    check_target(target, stored, folder)
+    (names, likes), treedef = named(target), jax.tree.structure(target)
+
+    def read(indices: Sequence[int]) -> list[Any]:
+        """Read these leaves and no others."""
+        chosen = {*indices}
+        part = jax.tree.unflatten(treedef, [x if k in chosen else ocp.PLACEHOLDER for k, x in enumerate(likes)])
+        args = ocp.args.PyTreeRestore(part, restore_args=ocp.checkpoint_utils.construct_restore_args(part))
+        found = jax.tree.leaves(reading(ocp.PyTreeCheckpointHandler().restore, folder, args=args))
+        leaves = [memory.well_typed(found[k]) for k in indices]
+        if by_default:  # orbax's metadata do not tell PRNG keys, which belong on the device, from other arrays
+            leaves = [jax.device_put(x, memory.with_kind(x.sharding, memory.DEVICE_KIND)) if is_key(x) else x
+                      for x in leaves]  # fmt: skip
+        if sums is not None:
+            found = zip((names[k] for k in indices), checksums(leaves), strict=True)
+            if wrong := [name for name, got in found if got != sums[name]]:
+                raise Damaged(f"other values than were saved in {len(wrong)} of {len(names)} leaves: {some(wrong)}")
+        return leaves
+
+    return jax.tree.unflatten(treedef, read_into(likes, read))
+
+
+def _stored_sums(metadata: Any, folder: Any) -> dict[str, int] | None:
+    """Return the checksum of each leaf; ``None`` if ``save_args`` did not save them."""
+    entry = metadata.get(_NAME) if isinstance(metadata, dict) else None
+    if isinstance(entry, dict) and isinstance(entry.get("checksums"), dict):
+        return entry["checksums"]
+    file = folder / "_METADATA"
+    if entry is not None or (file.exists() and _MARK.encode() in file.read_bytes()):
+        raise Damaged("its metadata held checksums, and they are not found")
+    return None
+
+
+def _with_host_copies(tree: Any) -> Any:
+    host = [x for x in jax.tree.leaves(tree) if memory.on_host(x)]
+    for platform in {next(iter(x.sharding.device_set)).platform for x in host}:
+        wait = "pass copy=False and call manager.wait_until_finished() before the next step"
+        memory.check_host_pool(host + host, platform, "save_args(): the state with its copy", wait)
+    copies = iter(jax.block_until_ready([memory.copy_on_host(x) for x in host]))
+    return jax.tree.map(lambda x: next(copies) if memory.on_host(x) else x, tree)
+
+
+def _path(manager: Any, step: int) -> Any:
+    """Return the folder of a step, whatever prefix or padding the manager's options give its name."""
+    for path in manager.directory.iterdir():
+        number = re.fullmatch(r"(?:.*_)?(\d+)", path.name)
+        if number and int(number[1]) == step:
+            return path
+    return manager.directory / str(step)
+
+
+def _orbax() -> Any:
+    try:
+        import orbax.checkpoint as ocp
+    except ImportError as error:
+        raise ImportError("Checkpoints need orbax: pip install orbax-checkpoint.") from error
+    return ocp
+
+
+class Damaged(Exception):
+    """Stored data cannot be read, or differs from the saved data."""
+
+
+def reading(read: Any, *args: Any, **kwargs: Any) -> Any:
+    """Call ``read(...)``; any error except one of memory or of the platform means that the stored data is damaged.
+
+    orbax and tensorstore raise whatever the first broken byte leads to: ``ValueError``, ``KeyError``, JSON and Unicode
+    errors, a bare ``Exception``.
+    """
+    try:
+        return read(*args, **kwargs)
+    except (MemoryError, jax.errors.JaxRuntimeError):
+        raise
+    except Exception as error:
+        raise Damaged(f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:300]}") from error
+
+
+def named(tree: Any) -> tuple[list[str], list[Any]]:
+    """Return the names of a tree's leaves, and the leaves; a named tuple and the dict that orbax makes of it agree."""
+    flat = jax.tree_util.tree_flatten_with_path(tree)[0]
+    return [jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in flat], [x for _, x in flat]
+
+
+def some(names: Iterable[str]) -> str:
+    """Return the first five names as text, and how many there are."""
+    names = sorted(names)
+    return ", ".join(names[:5]) + (f", ... ({len(names)} in all)" if len(names) > 5 else "") or "nothing"
+
+
+def check_target(target: Any, stored: dict[str, Any], folder: Any) -> None:
+    """Raise ``ValueError`` if the target has another tree, shape or dtype, or a leaf has no sharding.
+
+    orbax would convert dtypes without a word, and choose the device.
+    """
+    wanted = dict(zip(*named(target), strict=True))
+    if wanted.keys() != stored.keys():
+        raise ValueError(
+            f"target: its leaves differ from those in the checkpoint in {folder}.\n"
+            f"  only in the target     {some(wanted.keys() - stored.keys())}\n"
+            f"  only in the checkpoint {some(stored.keys() - wanted.keys())}\n"
+            "Give a target for everything that was saved. If the checkpoint lacks an optimizer state, make one with "
+            f"tx.init(params) after the restore; to read a part of a checkpoint see docs/state.md."
+            f"{_other_storage(wanted, stored)}"
+        )
+    for name, x in wanted.items():
+        if isinstance(x, jax.ShapeDtypeStruct) and x.sharding is None:
+            raise ValueError(
+                f"target: leaf {name!r} has no sharding; orbax would put it on the device. jo.abstract_state(tx, "
+                "params) has them for a state; for others: jax.ShapeDtypeStruct(shape, dtype, sharding=...)."
+            )
+        if is_key(x) or not hasattr(x, "dtype"):
+            continue
+        got = reading(lambda leaf: (tuple(leaf.shape), np.dtype(leaf.dtype)), stored[name])
+        if got != (tuple(x.shape), np.dtype(x.dtype)):
+            raise ValueError(
+                f"target: leaf {name!r} is {np.dtype(x.dtype).name}{list(x.shape)}, and the checkpoint in {folder} has "
+                f"{got[1].name}{list(got[0])}. Restore it as it was saved, and convert afterwards."
+            )
+
+
+def _other_storage(wanted: Collection[str], stored: Collection[str]) -> str:
+    """Say what to do if one of two trees stores leaves in fewer bits than the other."""
+    encoded = [{x.rpartition("/")[0] for x in names if x.endswith("/values")} for names in (wanted, stored)]
+    if encoded[0] == encoded[1]:
+        return ""
+    return (
+        " One of the two has moments in fewer bits (storage=): restore with the optimizer that was saved, and convert: "
+        "jo.from_plain(tx, jo.to_plain(saved_tx, state), params)."
+    )
+
+
+def default_target(stored: Any) -> Any:
+    """Return the target of a stored leaf for which the caller gives none."""
+    if stored.sharding is None:  # a NumPy array or a number
+        zero = np.zeros((), stored.dtype)
+        if stored.shape:
+            return np.broadcast_to(zero, stored.shape)
+        return zero.item() if np.asarray(zero.item()).dtype == zero.dtype else zero  # a Python number has 64 bits
+    sharding = memory.ambient_sharding()
+    with contextlib.suppress(Exception):  # the recorded devices may belong to another machine
+        sharding = stored.sharding.to_jax_sharding() or sharding
+    kind = memory.HOST_KIND if stored.shape else memory.DEVICE_KIND
+    return jax.ShapeDtypeStruct(stored.shape, stored.dtype, sharding=memory.with_kind(sharding, kind))
+
+
+class Late(np.ndarray):
+    """An array of zeros in one element's memory. Its deep copy is ``leaf``, which reads its values when asked."""
+
+    leaf: Any
+
+    @classmethod
+    def of(cls, leaf: Any) -> Late:
+        found = np.broadcast_to(np.zeros((), leaf.dtype), leaf.shape).view(cls)
+        found.leaf = leaf
+        return found
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        return self.leaf
+
+
+def read_late(ocp: Any, tree: Any) -> Any:
+    """Return a tree whose leaves on disk are read when orbax writes them.
+
+    Leaves that are divided between processes are read now, because orbax asks only one process for a NumPy array.
+
+    Raises:
+      ValueError: this version of orbax would write other values.
+    """
+
+    def handed(x: Any) -> Any:
+        if not is_on_disk(x):
+            return x
+        if not x.sharding.is_fully_addressable:
+            return x.read(x.sharding)
+        if not _works(ocp):
+            raise ValueError(
+                "jo.save_args: leaves of the state are on disk, and this orbax does not read them when it writes them. "
+                "Fix: disk.commit(step, tree) saves the state where it is; jo.restore(disk, target) reads that."
+            )
+        return Late.of(x)
+
+    return jax.tree.map(handed, tree, is_leaf=is_on_disk)
+
+
+def sums_of(leaves: list[Any]) -> list[int]:
+    """Return the checksums of leaves, one after the other for leaves that are read late."""
+    here = iter(checksums([x for x in leaves if not isinstance(x, Late)]))
+    return [checksums([np.asarray(x.leaf)])[0] if isinstance(x, Late) else next(here) for x in leaves]
+
+
+@functools.cache
+def _works(ocp: Any) -> bool:
+    want = np.arange(6, dtype=np.float32).reshape(2, 3)
+    with tempfile.TemporaryDirectory() as folder, ocp.Checkpointer(ocp.StandardCheckpointHandler()) as checkpointer:
+        checkpointer.save(Path(folder) / "x", args=ocp.args.StandardSave({"x": Late.of(want)}))
+        found = checkpointer.restore(Path(folder) / "x", args=ocp.args.StandardRestore({"x": np.zeros_like(want)}))
+    return np.array_equal(found["x"], want)
+
+
+# ---- checksums ------------------------------------------------------------------------------------------------------
+#
+# An array's checksum is the sum modulo 2^64 of its 32-bit words (or shorter ones), each multiplied by an odd key that
+# its position in the array decides. So each process sums its own parts, in any order, however the array is sharded. One
+# changed word always changes the sum, because its key is odd; other damage, such as swapped words, goes unnoticed about
+# once in 2^32.
+
+
+def checksums(leaves: Sequence[Any]) -> list[int]:
+    """Compute the checksum of each leaf, an array or a number, in 64 bits.
+
+    Shards on a device are copied to the host, at most eight at a time. With several processes it is a
+    collective: all must call it with the same leaves.
+    """
+    leaves = [jax.random.key_data(x) if is_key(x) else x if hasattr(x, "dtype") else np.asarray(x) for x in leaves]
+    shards = [(i, *shard) for i, x in enumerate(leaves) for shard in _shards_here(x)]
+    sums = [0] * len(leaves)
+    with ThreadPoolExecutor(_THREADS) as pool:
+        for i, part in pool.map(lambda shard: (shard[0], _sum_of_shard(*shard[1:])), shards):
+            sums[i] += part
+    found = np.array([x % 2**64 for x in sums], np.uint64)
+    if jax.process_count() > 1:
+        from jax.experimental import multihost_utils
+
+        words = multihost_utils.process_allgather(found.view(np.uint32))  # jax has no 64 bits unless told to
+        found = np.asarray(words).view(np.uint64).sum(axis=0)
+    return [int(x) for x in found]
+
+
+def is_key(x: Any) -> bool:
+    """Return whether ``x`` is an array of PRNG keys, or the description of one."""
+    return hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+
+
+def _shards_here(x: Any) -> Iterator[tuple[Any, tuple[int, ...]]]:
+    """Yield the shards of ``x`` that this process sums, the first replica of each, with their starts in ``x``."""
+    if isinstance(x, jax.Array):
+        for shard in x.addressable_shards:
+            if shard.replica_id == 0:
+                yield shard.data, tuple(cut.indices(n)[0] for cut, n in zip(shard.index, x.shape, strict=True))
+    elif jax.process_index() == 0:
+        yield x, (0,) * x.ndim
+
+
+def _sum_of_shard(shard: Any, start: tuple[int, ...]) -> int:
+    if isinstance(shard, jax.Array):
+        # jax keeps the copy on the host for as long as the array lives, so the copy is made of an alias.
+        shard = jax.make_array_from_single_device_arrays(shard.shape, shard.sharding, [shard])
+    values = np.ascontiguousarray(shard)  # which has an axis at least
+    start = start or (0,)
+    words = values.view(f"uint{8 * min(4, values.dtype.itemsize)}")
+    if (count := values.dtype.itemsize // 4) > 1:
+        return _keyed_sum(words.reshape(*values.shape, count), (*start, 0))
+    return _keyed_sum(words, start)
+
+
+def _keyed_sum(words: np.ndarray, start: Sequence[int]) -> int:
+    """Sum ``words``, which begin at ``start`` in the array, each times the product of its keys, one for each axis."""
+    row, total = words[:1].nbytes, 0
+    rows = max(1, _PIECE // max(1, row))
+    for begin in range(0, len(words), rows):
+        piece = words[begin : begin + rows]
+        if words.ndim > 1 and row > _PIECE:
+            sums = np.array([_keyed_sum(piece[0], start[1:])], np.uint64)
+        else:
+            sums = piece.astype(np.uint64)
+            for axis in range(words.ndim - 1, 0, -1):
+                sums = (sums * _keys(words.ndim - axis, start[axis], words.shape[axis])).sum(axis=axis)
+        total += int((sums * _keys(words.ndim, start[0] + begin, len(sums))).sum())
+    return total % 2**64
+
+
+def _keys(axis: int, begin: int, count: int) -> np.ndarray:
+    """Return odd keys for ``count`` positions from ``begin`` on, by SplitMix64; axes are numbered from the last."""
+    x = np.arange(begin, begin + count, dtype=np.uint64) + np.uint64(axis << 56)
+    x *= np.uint64(0x9E3779B97F4A7C15)
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31)) | np.uint64(1)

@@ -1,1 +1,0 @@
-"""``update`` and ``update_params``, from their arguments to the stages that are below."""
