@@ -154,7 +154,9 @@ class Undone:
         return None if place is None else self.shardings[place, ndim]
 
 
-def _nobody_elses(results: Sequence[Any], given: Sequence[Any], donated: Sequence[bool], consts: Sequence[Any]) -> Any:
+def _nobody_elses(
+    results: Sequence[Any], given: Sequence[Any], donated: Sequence[bool], consts: Sequence[Any]
+) -> list[Any]:
     """Replace results that are arguments, constants or each other with arrays of their own, as ``jax.jit`` does.
 
     The memory of a donated argument is handed over: on the device to a new array, as ``jax.jit`` deletes the old one.
@@ -250,7 +252,8 @@ class Step:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         fun = self.__wrapped__
-        if not under_jit():  # under jax.disable_jit, or jax looks for the first NaN
+        disabled = jax.config.jax_disable_jit  # pyright: ignore[reportAttributeAccessIssue]
+        if disabled or not is_transformed():  # jax looks for the first NaN
             return fun(*args, **kwargs)
         numbers = [i for i, x in enumerate(args) if _is_static(x)]
         named = {name: x for name, x in kwargs.items() if _is_static(x)}
