@@ -353,7 +353,7 @@ def test_what_a_step_returns_is_nobody_elses(way, tmp_path):
         return new, s, [new, p, x, x, y, y, constant]
 
     p, x, y = jax.device_put((jnp.eye(8), x_of(0), jnp.ones(2)), jax.devices()[0])
-    step = jo.jit(signature(hands_on_twice, tx), donate_argnums=4)
+    step = jo.jit(signature(hands_on_twice, tx), donate_argnums=3)
     new, _, results = step(p, tx.init(p), x, y)
     assert y.is_deleted()
     for k, result in enumerate(results):
@@ -484,8 +484,8 @@ def test_derivatives(around, closes):
     np.testing.assert_array_equal(*found)
 
 
-def test_the_first_nan_is_found():
-    tx = offloaded("jit", None)
+def test_the_first_nan_is_found(tmp_path):
+    tx = offloaded("jit", tmp_path)
     p = jax.device_put(jnp.eye(8), jax.devices()[0])
     step, s = jo.jit(lambda p, s, x: (*plain(tx, p, s, x), jnp.log(x - 100))), tx.init(p)
     with jax.debug_nans(True), pytest.raises(FloatingPointError, match=r"invalid value \(nan\) encountered in log"):
