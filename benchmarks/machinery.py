@@ -2,7 +2,8 @@
 
     python -m benchmarks.machinery [--leaves 100 400] [--cases NAME ...] [--json FILE]
 
-The same optimizer without offload and offloaded, in turn, in one process; medians, and ratios of neighbouring runs.
+The same optimizer without offload and offloaded, and the same step under ``jax.jit`` and ``jo.jit``, in turn, in one
+process: CPU time, medians, and ratios of neighbouring runs.
 
 XLA's CPU compiler makes one LLVM function of a loop that it takes for small, and so of the one in which small pieces
 run apart from the backward pass, and then takes time with the square of the leaves: 8.9 s instead of 0.9 for 100 leaves
@@ -39,11 +40,20 @@ IN_8_BITS = {"mu": "int8", "nu": "uint8"}
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """An optimizer without and with ``offload``, and the dtype of the parameters."""
+    """A step before and after: without and with ``offload``, or under ``jax.jit`` and ``jo.jit``.
+
+    Attributes:
+      plain, ours: the optimizer.
+      dtype: the dtype of the parameters.
+      jits: what jits the step.
+      layers: whether the gradients are those of unrolled layers. If not, they cost next to nothing.
+    """
 
     plain: optax.GradientTransformation
     ours: optax.GradientTransformation
     dtype: Any = jnp.float32
+    jits: tuple[Any, Any] = (jax.jit, jax.jit)
+    layers: bool = False
 
 
 def case(tx: optax.GradientTransformation, dtype: Any = jnp.float32, **options: Any) -> Case:
@@ -70,23 +80,37 @@ CASES = {
         case(ADAMW, storage=IN_8_BITS), plain=jo.offload(ADAMW, storage=IN_8_BITS, min_bytes=0, fraction=0)
     ),
 }
+for name, inner in ("unrolled layers", optax.adamw(1e-3)), ("unrolled layers, clipped", ADAMW):
+    ours = jo.offload(inner, min_bytes=0)
+    CASES[f"{name}, jo.jit beside plain"] = Case(inner, ours, jits=(jax.jit, jo.jit), layers=True)
+    CASES[f"{name}, jo.jit beside jax.jit"] = Case(ours, ours, jits=(jax.jit, jo.jit), layers=True)
 
 
-def parameters(n: int, width: int, dtype: Any = jnp.float32) -> Any:
-    """``n`` matrices of five different shapes."""
-    params = {f"layers_{i}": jnp.ones((width, width + 8 * (i % 5)), dtype) for i in range(n)}
+def parameters(n: int, width: int, each: Case) -> Any:
+    """``n`` matrices, of five different shapes where no layer needs the one before."""
+    more = 0 if each.layers else 8
+    params = {f"layers_{i}": jnp.ones((width, width + more * (i % 5)), each.dtype) for i in range(n)}
     return jax.device_put(params, jax.devices()[0])
 
 
-def stages(tx: optax.GradientTransformation, params: Any, state: Any, and_compile: bool) -> dict[str, float]:
-    """Seconds of CPU time for each stage, in a step whose gradients cost next to nothing."""
+def loss_of_layers(params: Any) -> Any:
+    x = jnp.ones_like(params["layers_0"])
+    for w in params.values():
+        x = jnp.tanh(x @ w)
+    return jnp.mean(x**2)
+
+
+def stages(each: Case, ours: bool, params: Any, state: Any, and_compile: bool) -> dict[str, float]:
+    """Seconds of CPU time for each stage of a step."""
+    tx = each.ours if ours else each.plain
 
     def step(params: Any, state: Any) -> Any:
-        updates, state = tx.update(jax.tree.map(jnp.sin, params), state, params)
+        grads = jax.grad(loss_of_layers)(params) if each.layers else jax.tree.map(jnp.sin, params)
+        updates, state = tx.update(grads, state, params)
         return optax.apply_updates(params, updates), state
 
     start = time.process_time()
-    lowered = jax.jit(step, donate_argnums=(0, 1)).trace(params, state).lower()
+    lowered = each.jits[ours](step, donate_argnums=(0, 1)).trace(params, state).lower()
     found = {"trace and lower": time.process_time() - start}
     if and_compile:
         start = time.process_time()
@@ -99,8 +123,9 @@ def machinery(name: str, sizes: Sequence[int], repeats: int) -> Iterator[dict[st
     """What ``offload`` adds to the time of a case's stages."""
     each = CASES[name]
     for n in sizes:
-        params = parameters(n, 64, each.dtype)
-        given = [(tx, params, tx.init(params), name == PLAIN) for tx in (each.plain, each.ours)]
+        params = parameters(n, 64, each)
+        states = each.plain.init(params), each.ours.init(params)
+        given = [(each, ours, params, states[ours], name == PLAIN or each.layers) for ours in (False, True)]
         both = [[stages(*of) for of in given] for _ in range(repeats + 1)][1:]  # the first fills jax's own caches
         for stage in both[0][0]:
             times = [(a[stage], b[stage]) for a, b in both]

@@ -22,7 +22,8 @@ from jax_offload._emit.recipe import (
 )
 from jax_offload._program.arrays import Offloaded, is_array
 from jax_offload._program.donation import Home, guarded
-from jax_offload._program.memory import DEFAULT_MIN_BYTES, loaded, on_host, stored, under_jit
+from jax_offload._program.memory import DEFAULT_MIN_BYTES, loaded, on_host, stored
+from jax_offload._program.private import traces
 from jax_offload._program.shardings import Layouts, inside_shard_map, types_tell
 from jax_offload._rewrite.created import created, places_of, refused
 from jax_offload._schedule.options import Options, Order
@@ -183,7 +184,7 @@ def offload(
             return marked(state, plan, places_of(disk, plan, jax.tree.leaves(state)))
 
         leaves = jax.tree.leaves(params)
-        if not leaves or any(isinstance(x, Tracer) or not is_array(x) for x in leaves) or under_jit():
+        if not leaves or any(isinstance(x, Tracer) or not is_array(x) for x in leaves) or traces():
             state = create(params)
         else:
             # One compiled program, also in eager use: XLA makes a leaf, sends it to the host and makes the next, and a

@@ -454,6 +454,16 @@ def test_errors_name_the_arguments_of_the_user():
         jo.jit(chooses, no_such_option=1)
 
 
+def test_jax_speaks_of_the_users_function():
+    three = functools.partial(double, by=3)  # a callable without a name
+    assert jo.jit(three).__name__ == "double" and "jit_double" in jo.jit(three).lower(jnp.ones(3)).as_text()
+    with jax.debug_nans(True), pytest.raises(FloatingPointError, match="encountered in log"):
+        jo.jit(lambda x: jnp.log(x))(-jnp.ones(3))
+    mesh = jax.make_mesh((2,), ("d",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
+    with pytest.raises(ValueError, match=r"at source: +\S*test_driven_as_jit\.py"):
+        jo.jit(double, out_shardings=NamedSharding(mesh, PartitionSpec("d")))(jnp.ones(3))
+
+
 def test_it_has_what_the_result_of_jax_jit_has():
     step = jo.jit(double, static_argnames="by")
     wrapped: type = jax.stages.Wrapped
@@ -465,28 +475,5 @@ def test_it_has_what_the_result_of_jax_jit_has():
     assert step.__wrapped__ is double and step.__name__ == "double"
     step.clear_cache()
     assert jax.vmap(jo.jit(double))(jnp.ones((2, 3))).sum() == 12
-
-
-@pytest.mark.parametrize("closes", [False, True])
-@pytest.mark.parametrize(
-    "around",
-    [
-        lambda f: jax.linearize(f, 2.0)[1](1.0),
-        lambda f: jax.vjp(f, 2.0)[1](1.0)[0],
-        lambda f: jax.vmap(jax.grad(f))(jnp.full(1, 2.0)),
-        lambda f: jax.linearize(jax.grad(lambda x: f(x) + x), 2.0)[0],
-    ],
-)
-def test_derivatives(around, closes):
-    found = []
-    for jit in jax.jit, jo.jit:
-        found.append(around((lambda w, jit=jit: jit(lambda: jnp.sin(w))()) if closes else jit(jnp.sin)))
-    np.testing.assert_array_equal(*found)
-
-
-def test_the_first_nan_is_found(tmp_path):
-    tx = offloaded("jit", tmp_path)
-    p = jax.device_put(jnp.eye(8), jax.devices()[0])
-    step, s = jo.jit(lambda p, s, x: (*plain(tx, p, s, x), jnp.log(x - 100))), tx.init(p)
-    with jax.debug_nans(True), pytest.raises(FloatingPointError, match=r"invalid value \(nan\) encountered in log"):
-        step(p, s, x_of(0))
+    assert jax.linearize(jo.jit(double), jnp.ones(3))[1](jnp.ones(3)).sum() == 6
+    assert len(jax.make_jaxpr(step)(jnp.ones(3)).eqns) == 1

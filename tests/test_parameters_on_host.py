@@ -243,6 +243,124 @@ def test_a_model_loads_rows(body, form):
         assert kinds(got[1]) == kinds(tx.init(params))
 
 
+def in_microbatches(tx: Any, loss: Any, *, unroll: int = 1, mean_of_losses: bool = False) -> Any:
+    """Sum the gradients of two sequences at a time; or let the loss be a mean over a scan of checkpointed losses."""
+
+    def step(params: Any, state: Any, x: Any) -> Any:
+        parts = x.reshape(4, -1, x.shape[-1])
+
+        def sums(grads: Any, x: Any) -> Any:
+            value, new = jax.value_and_grad(loss)(params, x)
+            return jax.tree.map(jnp.add, grads, new), value
+
+        def mean(params: Any) -> Any:
+            body = jax.checkpoint(lambda total, x: (total + loss(params, x), None))
+            return jax.lax.scan(body, 0.0, parts)[0] / len(parts)
+
+        if mean_of_losses:
+            value, grads = jax.value_and_grad(mean)(params)
+        else:
+            zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), params)
+            grads, value = jax.lax.scan(sums, zeros, parts, unroll=unroll)
+            value, grads = value.mean(), jax.tree.map(lambda x: x / len(parts), grads)
+        return *jo.update_params(tx, grads, state, params), value
+
+    return step
+
+
+def through_checkpoint(params: Any, x: Any) -> Any:
+    return jax.checkpoint(functools.partial(loss_of, jax.checkpoint(plain)))(params, x)
+
+
+def in_groups(params: Any, x: Any) -> Any:
+    """Recompute two layers at a time, whose inputs alone are kept."""
+
+    @jax.checkpoint
+    def group(x: Any, layers: Any) -> Any:
+        return jax.lax.scan(lambda x, w: (jax.checkpoint(plain)(x, w), None), x, layers)[0]
+
+    groups = params["layers"].reshape(2, 2, *params["layers"].shape[1:])
+    x, _ = jax.lax.scan(lambda x, layers: (group(x, layers), None), x, groups)
+    return ((x @ params["head"]) ** 2).mean()
+
+
+layered = functools.partial(loss_of, jax.checkpoint(plain))
+CLIPPED = optax.chain(optax.clip_by_global_norm(0.01), ADAMW)
+PASSES: dict[str, Any] = {  # the optimizer, and the step
+    "a checkpoint around the loss": (ADAMW, lambda tx: trained(tx, through_checkpoint, "update_params")),
+    "a checkpoint around the loss, clipped": (CLIPPED, lambda tx: trained(tx, through_checkpoint, "update_params")),
+    "microbatches": (ADAMW, lambda tx: in_microbatches(tx, layered)),
+    "microbatches of a checkpointed loss": (ADAMW, lambda tx: in_microbatches(tx, through_checkpoint)),
+    "microbatches, clipped": (CLIPPED, lambda tx: in_microbatches(tx, layered)),
+    "microbatches, unrolled": (ADAMW, lambda tx: in_microbatches(tx, layered, unroll=2)),
+    "groups of layers": (ADAMW, lambda tx: trained(tx, in_groups, "update_params")),
+    "a mean of losses": (ADAMW, lambda tx: in_microbatches(tx, layered, mean_of_losses=True)),
+}
+
+
+@pytest.mark.parametrize("name", PASSES)
+def test_passes_in_loops_and_checkpoints_load_rows(name):
+    """No step loads the layers as a whole, however often it goes through them."""
+    inner, make = PASSES[name]
+    sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    rng = np.random.default_rng(0)
+    whole = {"layers": rng.normal(size=(4, 128, 128)) / 16, "head": rng.normal(size=(128, 8))}
+    params = jax.device_put(jax.tree.map(jnp.float32, whole), sharding)
+    x = jax.device_put(jnp.float32(rng.normal(size=(8, 128))), sharding)
+    tx = jo.offload(inner)
+    want, got = (params, tx.init(params)), (jo.to_host(params), tx.init(params))
+    plain_step, step = jax.jit(make(tx)), jo.jit(make(tx), donate_argnums=(0, 1))
+    table = jo.placement(step, *got, x)
+    (row,) = (leaf for leaf in table.leaves if leaf.path == "[0]['layers']")
+    assert "rows, in the scan that reads the parameters" in row.streams and "device_put" not in row.streams, table
+    for _ in range(2):
+        *want, value = plain_step(*want, x)
+        *got, own_value = step(*got, x)
+        assert_close([*got, own_value], [*want, value], 1e-5)
+        assert kinds(got[0]) == [DEVICE, HOST]
+        assert kinds(got[1]) == kinds(tx.init(params))
+
+
+UNROLLED: dict[str, Any] = {  # a layer, the same with parameters on the device, and the optimizer
+    "checkpointed": (jax.checkpoint(plain), jax.checkpoint(plain), ADAMW),
+    "not checkpointed": (plain, plain, ADAMW),
+    "a cast": (*[lambda x, w: plain(x, w.astype(jnp.bfloat16).astype(x.dtype))] * 2, ADAMW),
+    "a load": (lambda x, w: plain(x, to_load(w)), plain, ADAMW),
+    "a load, checkpointed": (jax.checkpoint(lambda x, w: plain(x, to_load(w))), jax.checkpoint(plain), ADAMW),
+    "clipped": (jax.checkpoint(plain), jax.checkpoint(plain), CLIPPED),
+}
+
+
+@pytest.mark.parametrize("form", ["update", "update_params"])
+@pytest.mark.parametrize("name", UNROLLED)
+def test_unrolled_layers_are_loaded_where_a_pass_reads_them(name, form):
+    own, resident, inner = UNROLLED[name]
+    sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    rng = np.random.default_rng(0)
+    whole = {f"w{k}": rng.normal(size=(128, 128)) / 16 for k in range(6)} | {"head": rng.normal(size=(128, 8))}
+    params = jax.device_put(jax.tree.map(jnp.float32, whole), sharding)
+    x = jax.device_put(jnp.float32(rng.normal(size=(64, 128))), sharding)
+
+    def loss(layer: Any, params: Any, x: Any) -> Any:
+        for k in range(6):
+            x = layer(x, params[f"w{k}"])
+        return ((x @ params["head"]) ** 2).mean()
+
+    tx = jo.offload(inner)
+    want, got = (params, inner.init(params)), (jo.to_host(params, select="w"), tx.init(params))
+    plain_step = jax.jit(trained(inner, functools.partial(loss, resident), "update"))
+    step = jo.jit(trained(tx, functools.partial(loss, own), form), donate_argnums=(0, 1))
+    table = jo.placement(step, *got, x)
+    rows = [leaf for leaf in table.leaves if leaf.path.startswith("[0]")]
+    assert len(rows) == 6 and all("whole: where a pass reads it" in leaf.streams for leaf in rows), table
+    for _ in range(2):
+        *want, value = plain_step(*want, x)
+        *got, own_value = step(*got, x)
+        assert_close([*got, own_value], [*want, value], 1e-5)
+        assert kinds(got[0]) == [DEVICE, *[HOST] * 6]
+        assert kinds(got[1]) == kinds(tx.init(params))
+
+
 @pytest.mark.parametrize("where", ["device", "host"])
 def test_beside_activations_in_host_memory(where):
     """A policy of ``jax.checkpoint`` sends activations there; they stay there, and the rows of parameters stream."""
@@ -276,7 +394,7 @@ def test_beside_activations_in_host_memory(where):
 
 
 @pytest.mark.parametrize("gradients", ["device", "host"])
-@pytest.mark.parametrize("form", ["update", "update_params"])
+@pytest.mark.parametrize("form", ["update", "update_params", "microbatches"])
 def test_clipped_and_pipelined(form, gradients):
     """The forward scan updates the rows, and the backward scan loads the new ones from host memory."""
     sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
@@ -286,8 +404,10 @@ def test_clipped_and_pipelined(form, gradients):
     x = jax.device_put(jnp.float32(rng.normal(size=(8, 128))), sharding)
     inner = optax.chain(optax.clip_by_global_norm(0.01), ADAMW)
     tx, loss = jo.offload(inner), functools.partial(loss_of, jax.checkpoint(plain))
-    plain_step = jax.jit(trained(inner, loss, "update"))
-    train = jo.pipelined(trained(tx, loss, form), donate_argnums=(0, 1), gradients=gradients)
+    sums = form == "microbatches"
+    plain_step = jax.jit(in_microbatches(inner, loss) if sums else trained(inner, loss, "update"))
+    step = in_microbatches(tx, loss) if sums else trained(tx, loss, form)
+    train = jo.pipelined(step, donate_argnums=(0, 1), gradients=gradients)
     want, carry = (params, inner.init(params)), (jo.to_host(params), tx.init(params))
     table = jo.placement(train, *carry, x)
     (row,) = (leaf for leaf in table.leaves if leaf.path == "[0]['layers']")
@@ -340,3 +460,39 @@ def test_an_abstract_parameter_says_where_it_is():
     there = jo.to_host(jax.ShapeDtypeStruct((4, 128, 128), "float32", sharding=sharding))
     (aval,) = jax.jit(lambda x: x).trace(there).jaxpr.in_avals
     assert there.sharding.memory_kind == HOST and "<host>" in aval.str_short()
+
+
+@pytest.mark.parametrize("abstract", [False, True])
+def test_which_parameters_move(abstract):
+    """``select`` and ``fraction`` mean what they mean for a state, and raise the same errors."""
+    sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    shapes = {"embed": (512, 64), "layers": {"up": (4, 64, 64), "down": (4, 64, 64), "bias": (4, 64)}}
+    params = jax.tree.map(lambda s: jnp.ones(s, device=sharding), shapes, is_leaf=lambda s: isinstance(s, tuple))
+    if abstract:
+        params = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), params)
+    down, up = "layers/down", "layers/up"
+    for said, moves in [
+        ({}, {"embed", down, up}),
+        ({"select": "layers"}, {down, up}),
+        ({"select": ["up", "down"]}, {down, up}),
+        ({"select": {"embed": False, "layers": True}}, {down, up}),
+        ({"select": lambda path, leaf: "embed" in path and leaf.ndim == 2}, {"embed"}),
+        ({"select": "layers", "fraction": 0.5}, {up}),
+        ({"fraction": 0}, set()),
+    ]:
+        there = jo.to_host(params, **said)
+        found = jax.tree_util.tree_flatten_with_path(there)[0]
+        on_host = {"/".join(k.key for k in path) for path, x in found if x.sharding.memory_kind == HOST}
+        assert on_host == moves, said
+        assert [(x.shape, x.dtype) for _, x in found] == [(x.shape, x.dtype) for x in jax.tree.leaves(params)]
+    for said, error, words in [
+        ({"select": "blocks"}, ValueError, "select.*blocks.*layers/down"),
+        ({"select": lambda path, leaf: False}, ValueError, "select.*selects none of the 3 leaves"),
+        ({"select": lambda path: True}, TypeError, "select: a callable is called with"),
+        ({"fraction": 2}, ValueError, "fraction: expected a float"),
+    ]:
+        with pytest.raises(error, match=words):
+            jo.to_host(params, **said)
+    tx = jo.offload(ADAMW)
+    with pytest.raises(TypeError, match=r"select, fraction: .*Fix: leave them out"):
+        jo.to_host(tx, tx.init(params) if not abstract else jo.abstract_state(tx, params), select="layers")

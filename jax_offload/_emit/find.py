@@ -82,8 +82,8 @@ LEAST_ROWS = 2**20  # bytes that an iteration moves; fewer take no time, and con
 
 
 def in_one_scan(step: Any) -> bool:
-    """Whether a step's updates have moved into one scan, none between the passes, with rows that are worth hiding, and
-    no loop runs in another. Other scans may load rows of parameters."""
+    """Whether a step's updates have moved into one scan, none between the passes, with rows that are worth hiding, no
+    loop runs in another, and none would use the buffers of another again. Other scans may load rows of parameters."""
     plans = [each.update.plan for each in updates_in(step) if isinstance(each.update, Moved)]
     scans = [plan for plan in plans if isinstance(plan, InScan)]
     hosts = [plan for plan in scans if plan.moves]
@@ -93,7 +93,21 @@ def in_one_scan(step: Any) -> bool:
         return False
     bodies = [eqn for plan in scans for eqn in plan.scan.body.jaxpr.eqns]
     inside = [*bodies, *(e for eqn in step.jaxpr.eqns for e in _bodies(eqn))]
-    return not any(holds(eqn, is_loop) for eqn in inside)
+    return not any(holds(eqn, is_loop) for eqn in inside) and not _use_buffers_again(step.jaxpr.eqns)
+
+
+def _use_buffers_again(eqns: Sequence[Equation]) -> bool:
+    """Whether a loop hands large results to a later one, when what loops before it handed on has been read: several
+    forward and backward passes one after the other. Concurrent graphs would keep the activations of all of them."""
+    loops = [eqn for eqn in eqns if is_loop(eqn) or eqn.primitive is REGION]
+    last = {v: k for k, eqn in enumerate(loops) for v in variables(eqn.invars)}
+    lives = [
+        (k, last[v])
+        for k, eqn in enumerate(loops)
+        for v in eqn.outvars
+        if last.get(v, 0) > k and not is_host_aval(v.aval) and nbytes(v.aval) >= LEAST_ROWS
+    ]
+    return any(end < begin for _, end in lives for begin, _ in lives)
 
 
 def _bodies(eqn: Equation) -> Iterator[Equation]:

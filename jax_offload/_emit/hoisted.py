@@ -40,7 +40,8 @@ def scanned(plan: InScan, env: Mapping[Var, Any], names: Names) -> Values:
     def value(v: Any) -> Any:
         return as_array(v) if isinstance(v, Literal) else env[v]
 
-    emitter = Emitter(plan, _buffers(plan, names), {v: value(v) for v in plan.others}, scan, plan.kept, plan.fed)
+    others, again = {v: value(v) for v in plan.others}, {k: k for k in plan.reread}
+    emitter = Emitter(plan, _buffers(plan, names), others, scan, plan.kept, plan.fed, again)
     consts, init, hand = [value(v) for v in scan.consts], [value(v) for v in scan.init], emitter.first(env)
     xs = {k: value(v) for k, v in enumerate(scan.xs) if k not in plan.reread and k not in plan.fed}
     emit = emitter.loop if plan.nest is None else functools.partial(emitter.nested, plan.nest)
@@ -77,6 +78,7 @@ class Emitter:
       scan: the scan over layers: the plan's own, or the inner one of a nest.
       kept: its results that stay stacked.
       fed: number of one of its ``xs`` -> the result of an update whose rows it has.
+      again: number of one of its ``xs`` -> number of the plan's that it rereads row by row.
       start: the number of its first layer.
       begins: whether its first iteration is the first of all.
     """
@@ -87,6 +89,7 @@ class Emitter:
     scan: Scan
     kept: Sequence[Var]
     fed: Mapping[int, Var]
+    again: Mapping[int, int]
     start: int = 0
     begins: bool = True
 
@@ -203,15 +206,17 @@ class Emitter:
         outer, inner, body, n = nest.outer, nest.inner, nest.body, nest.inner.length
         in_body = dict(zip(inner.ys, inner.eqn.outvars[len(inner.carry) :], strict=True))
         fed = {j: self.fed[k] for j, k in nest.handed_on.items() if k in self.fed}
+        reread = self.plan.reread
+        again = {j: k for j, k in nest.handed_on.items() if k in reread and reread[k].slice.loads}
         results = dict(zip(self.scan.ys, body.outputs[len(outer.init) :], strict=True))
         read = {*nest.after.inputs, *variables(results[y] for y in self.kept)}
         kept = [y for y, v in in_body.items() if v in read]
         stacks = {y: list[Any]() for y in self.kept}
 
         def rows_of(k: int, x: Any, group: int) -> Any:
-            if k in self.fed:
+            if k in self.fed or k in again.values():
                 return None  # its rows are made one by one
-            if (each := self.plan.reread.get(k)) is not None:
+            if (each := reread.get(k)) is not None:
                 wholes = self.others | hand.wholes
                 own = {v: self.buffers.read(v, wholes[v], group * n, n) for v in each.slice.inputs}
                 return self.reread(k, own, group * n + jnp.arange(n))
@@ -225,9 +230,9 @@ class Emitter:
             env.update(zip(nest.before.outputs, nest.before.run(*(env[v] for v in nest.before.inputs)), strict=True))
             own_consts, init, own_xs = inner.parted(values_of(env, inner.eqn.invars))
             emitter = dataclasses.replace(
-                self, scan=inner, kept=kept, fed=fed, start=group * n, begins=group == order[0]
+                self, scan=inner, kept=kept, fed=fed, again=again, start=group * n, begins=group == order[0]
             )
-            given = {j: x for j, x in enumerate(own_xs) if j not in fed}
+            given = {j: x for j, x in enumerate(own_xs) if j not in fed and j not in again}
             made, ys, hand = emitter.loop(own_consts, init, given, hand)
             env.update(zip([*inner.carry, *(in_body[y] for y in kept)], [*made, *ys], strict=True))
             env.update(zip(nest.after.outputs, nest.after.run(*(env[v] for v in nest.after.inputs)), strict=True))
@@ -252,8 +257,8 @@ class Emitter:
             (*xs, carried) = together([*fed.values(), *hand.new.values(), carried])
             fed, hand.new = dict(zip(fed, xs, strict=False)), dict(zip(hand.new, xs[len(fed) :], strict=True))
             rows |= {place: jax.lax.squeeze(fed[v], (0,)) for place, v in self.fed.items()}
-        given, again = own | hand.loaded, plan.reread if plan.nest is None else ()
-        rows |= {place: jax.lax.squeeze(self.reread(place, given, i[None]), (0,)) for place in again}
+        given = own | hand.loaded
+        rows |= {j: jax.lax.squeeze(self.reread(k, given, i[None]), (0,)) for j, k in self.again.items()}
         program = plan.body.program
         operands = [*program.consts, *consts, *carried, *(rows[j] for j in range(len(scan.xs)))]
         inner: Values = dict(zip(program.inputs, operands, strict=True))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from typing import Any
 
 import jax
@@ -26,7 +26,6 @@ from jax_offload._program.jaxprs import (
     Jaxpr,
     closed,
     jax_fun,
-    jaxpr_of,
     nameless,
     only_callbacks,
     values_of,
@@ -219,18 +218,13 @@ class Moved:
 
 
 def moved(
-    new: Builder,
-    run: Callable[[Sequence[Any]], list[Any]],
-    operands: Sequence[Var],
-    plan: InScan | Planned,
-    like: Equation,
+    new: Builder, traced: ClosedJaxpr, operands: Sequence[Var], plan: InScan | Planned, like: Equation
 ) -> list[Atom]:
-    """Append ``run`` of a step's variables as one equation, a ``Moved`` of an update, and return its results.
+    """Append a jaxpr of a step's variables as one equation, a ``Moved`` of an update, and return its results.
 
     ``like``: an equation of an update of the step.
     """
     given = new.read(operands)
-    traced, _ = jaxpr_of(lambda *args: run(args), *(v.aval for v in given))
     if traced.consts or not only_callbacks(traced.effects):
         return new.call(flat(traced), given)
     j = traced.jaxpr

@@ -8,12 +8,23 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.extend import source_info_util
 
 from jax_offload._emit.rows import Names, looped, or_batched, prefetch, update_of, write_back
 from jax_offload._program.barriers import gate, opaque
-from jax_offload._program.jaxprs import Var, closed, jax_fun, jit
+from jax_offload._program.jaxprs import (
+    ClosedJaxpr,
+    Equation,
+    Var,
+    closed,
+    jax_fun,
+    jaxpr_like,
+    jaxpr_of,
+    jit,
+    variables,
+)
 from jax_offload._program.memory import is_host_aval, to_device, to_host
-from jax_offload._program.program import numbered, structure
+from jax_offload._program.program import is_load, is_store, numbered, structure
 from jax_offload._program.shardings import zeros
 from jax_offload._program.slices import Slice
 from jax_offload._schedule.schedule import Chunked, Gate, Planned, Schedule
@@ -32,7 +43,7 @@ def follow(each: Schedule, names: Names, env: Env, *, lowered: bool, for_cpu: bo
       for_cpu: whether it is lowered for a CPU. Its compiler takes a loop that runs once for a small call, and five
         times as long for it; and it needs no loop, as it hoists no transfers.
     """
-    run = functions(each.slices, names, lowered=lowered)
+    run = SliceRunner(each.slices, names, lowered=lowered)
     _in_order(each.first, run, env)
     if each.in_own_loop and not for_cpu:
         _in_own_loop(each, run, env, lowered=lowered)
@@ -80,52 +91,90 @@ def _in_own_loop(each: Schedule, run: Callable[[Planned, Env], None], env: Env, 
 # ---- slices that do the same to leaves of the same types, traced and lowered once: a network's layers, say
 
 
-def functions(planned: Sequence[Planned], names: Names, *, lowered: bool = False) -> Callable[[Planned, Env], None]:
-    """How to run each of the slices in an environment; ``lowered``: where neither ``vmap`` nor a derivative comes.
+class SliceRunner:
+    """Runs slices of a program.
 
     Slices that are alike call one function, which XLA inlines, instead of tracing their own equations.
+
+    Args:
+      planned: the slices.
+      names: the names of the state's leaves, and of their next values.
+      lowered: whether neither ``vmap`` nor a derivative comes to the slices.
     """
-    key_of = numbered()
-    kind = {id(p): structure(p.slice.jaxpr, key_of) for p in planned if not p.in_chunks}
-    times = Counter(kind.values())
-    updates: dict[Hashable, tuple[Callable[..., list[Any]], Sequence[int]]] = {}
 
-    def update_for(p: Planned) -> tuple[Callable[..., list[Any]], Sequence[int]]:
-        """What a slice does between its transfers, and the places of the operands that are loaded for it."""
-        k = kind[id(p)]
-        if k not in updates:
-            inner = p.slice.core
-            run = jax_fun(closed(inner.jaxpr))
+    def __init__(self, planned: Sequence[Planned], names: Names, *, lowered: bool = False) -> None:
+        key_of = numbered()
+        self._names, self._lowered = names, lowered
+        self._kind = {id(p): structure(p.slice.jaxpr, key_of) for p in planned if not p.in_chunks}
+        self._times = Counter(self._kind.values())
+        self._updates: dict[Hashable, tuple[Callable[..., list[Any]], Sequence[int]]] = {}
+        self._traced: dict[Hashable, ClosedJaxpr] = {}
 
-            def update_slice(*args: Any) -> Any:  # the name that profiles show
-                return run(*args)
+    def __call__(self, p: Planned, env: Env) -> None:
+        """Run a slice in an environment, to which its results are added."""
+        env.update(zip(p.slice.outputs, self._run(p, [env[v] for v in p.slice.inputs]), strict=True))
 
-            shared = times[k] > 1 and not p.slice.jaxpr.effects
-            loaded = [i for i, v in enumerate(p.slice.inputs) if v in inner.loads]
-            updates[k] = (jit(update_slice) if shared else run), loaded
-        return updates[k]
+    def equations(self, p: Planned) -> ClosedJaxpr:
+        """Trace a slice: its inputs are the slice's operands. Of slices that are alike only the first is traced."""
+        s, kind = p.slice, self._kind.get(id(p))
+        if (first := self._traced.get(kind)) is not None:
+            return self._named(first, s)
+        traced, _ = jaxpr_of(lambda *operands: self._run(p, [*operands]), *(v.aval for v in s.inputs))
+        if kind is not None and self._is_shared(p):
+            self._traced[kind] = traced
+        return traced
 
-    def unchunked(p: Planned, operands: Sequence[Any]) -> list[Any]:
-        s, given, (update, loaded) = p.slice, list(operands), update_for(p)
+    def _named(self, first: ClosedJaxpr, s: Slice) -> ClosedJaxpr:
+        """Return the equations of a slice like ``s`` in the scopes of the leaves of ``s``."""
+        inputs = dict(zip(first.jaxpr.invars, s.inputs, strict=True))
+        outputs = {x: v for x, v in zip(first.jaxpr.outvars, s.outputs, strict=True) if isinstance(x, Var)}
+
+        def renamed(eqn: Equation) -> Equation:
+            if is_load(eqn):
+                scope = prefetch(inputs[variables(eqn.invars)[0]], self._names)
+            elif is_store(eqn):
+                scope = write_back(outputs[eqn.outvars[0]], self._names)
+            else:
+                scope = update_of(s.loads, self._names)
+            with scope:
+                stack = source_info_util.current_name_stack()
+            return eqn.replace(source_info=eqn.source_info.replace(name_stack=stack))
+
+        like = jaxpr_like(first.jaxpr, [*map(renamed, first.jaxpr.eqns)], first.jaxpr.outvars)
+        return closed(like, first.consts)
+
+    def _run(self, p: Planned, operands: list[Any]) -> list[Any]:
+        if not isinstance(p.transfer, Chunked):
+            return self._whole(p, operands)
+        loop = looped(p.slice, p.transfer, self._names)
+        return (loop if self._lowered else or_batched(loop, p.slice.run))(*operands)
+
+    def _whole(self, p: Planned, operands: list[Any]) -> list[Any]:
+        s, names, (update, loaded) = p.slice, self._names, self._update_for(p)
         for i in loaded:
             with prefetch(s.inputs[i], names):
-                given[i] = to_device(given[i])
+                operands[i] = to_device(operands[i])
         with update_of(s.loads, names):
-            results = update(*given)
+            results = update(*operands)
         for k, v in enumerate(s.outputs):
             if is_host_aval(v.aval):
                 with write_back(v, names):
                     results[k] = to_host(results[k])
         return results
 
-    def run(p: Planned, env: Env) -> None:
-        s, how = p.slice, p.transfer
-        operands = [env[v] for v in s.inputs]
-        if isinstance(how, Chunked):
-            loop = looped(s, how, names)
-            results = (loop if lowered else or_batched(loop, s.run))(*operands)
-        else:
-            results = unchunked(p, operands)
-        env.update(zip(s.outputs, results, strict=True))
+    def _is_shared(self, p: Planned) -> bool:
+        return self._times[self._kind.get(id(p))] > 1 and not p.slice.jaxpr.effects
 
-    return run
+    def _update_for(self, p: Planned) -> tuple[Callable[..., list[Any]], Sequence[int]]:
+        """What a slice does between its transfers, and the places of the operands that are loaded for it."""
+        kind = self._kind[id(p)]
+        if kind not in self._updates:
+            inner = p.slice.core
+            run = jax_fun(closed(inner.jaxpr))
+
+            def update_slice(*args: Any) -> Any:  # the name that profiles show
+                return run(*args)
+
+            loaded = [i for i, v in enumerate(p.slice.inputs) if v in inner.loads]
+            self._updates[kind] = (jit(update_slice) if self._is_shared(p) else run), loaded
+        return self._updates[kind]

@@ -20,7 +20,7 @@ from jax_offload._disk.placeholder import Ends, Range
 from jax_offload._emit.find import holds_driven_update, holds_update, is_update
 from jax_offload._emit.region import Update
 from jax_offload._emit.rows import group_looped
-from jax_offload._emit.run import functions
+from jax_offload._emit.run import SliceRunner
 from jax_offload._host.cores import is_sent
 from jax_offload._program.arrays import nbytes
 from jax_offload._program.jaxprs import Atom, DropVar, Equation, Jaxpr, Var, jaxpr_of, nameless, values_of, variables
@@ -174,7 +174,7 @@ class Staged:
     def _whole(self, p: Planned, update: Update) -> Slice:
         def run(*args: Any) -> list[Any]:
             env = dict(zip(p.slice.inputs, args, strict=True))
-            functions([p], update.names, lowered=True)(p, env)
+            SliceRunner([p], update.names, lowered=True)(p, env)
             return values_of(env, p.slice.outputs)
 
         how = (p.transfer.axis, p.transfer.rows, p.transfer.shape) if isinstance(p.transfer, Chunked) else None

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.core import Tracer
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 from jax.tree_util import tree_map_with_path
 
@@ -28,6 +29,7 @@ from jax_offload._look.report import of_transformation
 from jax_offload._look.text import bytes_of, count_of, in_bytes, in_seconds
 from jax_offload._look.timeline import compute_time
 from jax_offload._offload import offload
+from jax_offload._program import memory
 from jax_offload._program.arrays import Offloaded, nbytes
 from jax_offload._program.jaxprs import Var
 from jax_offload._program.paths import key_of
@@ -80,6 +82,9 @@ def plan(
     state from ``jax_offload.abstract_state(tx, params)``, and is called once for each row. With ``target`` XLA's
     compiler for that chip gives each row's peak and schedule, in seconds per row; without it only the exact parts are
     known.
+
+    Parameters in host memory (``jax_offload.to_host(params)``) count there, and each pass and the update load them; the
+    resident rows have them on the device.
 
     A row fits if no part is missing and its sum is at most the memory that jax takes of the device, less a headroom of
     5 %. On a GPU jax takes 75 %, or the share in ``XLA_PYTHON_CLIENT_MEM_FRACTION``.
@@ -151,6 +156,11 @@ def plan(
         said.append(f"activations: {in_bytes(activations)} on each device, as given")
     elif layers is not None and width is not None and tokens is not None:
         activations = _activations(leaves, dtype, count, layers, width, tokens, said)
+    if away := sum(own_bytes(x) for x in leaves if _in_host_memory(x)):
+        said.append(
+            f"parameters: {in_bytes(away)} in host memory, loaded for the forward and for the backward pass and stored "
+            "once; only a target gives the rows of layers that are on the device at a time"
+        )
     multiplied = sum(math.prod(np.shape(x)) for x in leaves if np.ndim(x) >= 2)
     compute = known and tokens and compute_time(known, OPERATIONS * multiplied * tokens / count, dtype)
     if known and compute and (made is None or made.target is None):
@@ -233,10 +243,14 @@ class _Rows:
 
     def judged(self, name: str, tx: Any, code: str, run: str, same: bool = True) -> Row:
         """Return the row of an optimizer in a step of ``run``, compiled if there is a target."""
-        parameters = sum(map(own_bytes, jax.tree.leaves(self.params)))
+        leaves = jax.tree.leaves(self.params)
+        parameters = sum(map(own_bytes, leaves))
+        away = 0 if name.startswith("resident") else sum(own_bytes(x) for x in leaves if _in_host_memory(x))
         code = f"{code}; step = {run}(step, donate_argnums=(0, 1))"
-        row = Row(name, code, parameters, parameters, **sizes_of(tx, self.params, run),
-                  activations=self.activations, same_numbers=same)  # fmt: skip
+        sizes = sizes_of(tx, on_device(self.params), run)
+        for field, times in ("host", 1), ("loaded", 2), ("stored", 1):  # both passes load them, and the update stores
+            sizes |= {} if sizes[field] is None else {field: sizes[field] + times * away}
+        row = Row(name, code, parameters - away, parameters, **sizes, activations=self.activations, same_numbers=same)
         return self.setting.judged(row if self.made is None else self.made.compiled(row, tx, run, self.setting.chip))
 
     def row(self, name: str, options: Mapping[str, Any], run: str = "jo.jit") -> list[Row]:
@@ -267,6 +281,8 @@ class _Rows:
         run = "jo.pipelined" if any(row.waits for row in rows) and "disk" not in given else "jo.jit"
         if run == "jo.pipelined":
             rows += self.row(f"pipelined{zero if base is not given else ''}", on_device, run)
+        if any(map(_in_host_memory, jax.tree.leaves(self.params))):
+            return rows  # the cores and files update parameters on the device
         if not any(row.fits for row in rows if row.name.startswith("resident")) and "fraction" not in given:
             rows += self._smallest_fraction(rows[-1], on_device, run)
         if self.setting.devices <= ON_A_HOST and not given.keys() & {"update_on", "disk", "shard_over"}:
@@ -318,9 +334,14 @@ class Steps:
 
         def init(params: Any) -> Any:
             places = shardings_of(params)
-            seen.append(tree_map_with_path(
-                lambda path, x: jax.ShapeDtypeStruct(np.shape(x), x.dtype, sharding=places.get(key_of(path))), params
-            ))  # fmt: skip
+
+            def abstract(path: Any, x: Any) -> Any:
+                place = places.get(key_of(path))
+                if _in_host_memory(x):
+                    place = memory.with_kind(place or memory.ambient_sharding(), memory.HOST_KIND)
+                return memory.abstract(np.shape(x), x.dtype, place)
+
+            seen.append(tree_map_with_path(abstract, params))
             return inner.init(params)
 
         tx = optax.GradientTransformationExtraArgs(init, optax.with_extra_args_support(inner).update)
@@ -365,7 +386,23 @@ class Steps:
                 "*arguments): a step that can be called with these arguments, the state among them from "
                 f"jo.abstract_state(tx, params) of the tx that it is given. {error}"
             ) from error
-        return unwrapped(step), tuple(args)
+        return unwrapped(step), on_device(tuple(args)) if name.startswith("resident") else tuple(args)
+
+
+def _in_host_memory(x: Any) -> bool:
+    sharding = None if isinstance(x, Tracer) else sharding_of(x)
+    return memory.on_host(x) or (sharding is not None and sharding.memory_kind == memory.HOST_KIND)
+
+
+def on_device(tree: Any) -> Any:
+    """Return a tree of arrays with those in host memory as abstract arrays on the device."""
+
+    def one(x: Any) -> Any:
+        if not _in_host_memory(x):
+            return x
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=memory.with_kind(x.sharding, memory.DEVICE_KIND))
+
+    return jax.tree.map(one, tree)
 
 
 def _inner_of(tx: Any) -> tuple[Any, dict[str, Any]]:

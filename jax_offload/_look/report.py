@@ -176,7 +176,10 @@ def placement(tx: optax.GradientTransformation | Callable[..., Any], *args: Any,
 
 
 _UNSEEN = "not loaded by an update in what was traced; under vmap and derivatives none is seen"
-_PUT = "whole, by a device_put of the step itself, which no window limits"
+_PUT = (
+    "whole, by a device_put of the step itself, which no window limits; keep a parameter that no scan reads by rows on "
+    "the device, with jo.to_host(params, select=...)"
+)
 _NO_UPDATE = "no update of an offload was seen in it (under vmap and derivatives none is)"
 
 

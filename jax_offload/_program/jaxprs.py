@@ -375,21 +375,22 @@ def _plain_jit() -> Equation:
 
 # ---- lines of the user's program
 
-_PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+source_info_util.register_exclusion(os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep)
 
 
-def located(why: str, eqn: Equation) -> str:
-    """Add to a reason the line of the user's program that an equation comes from: the innermost one outside installed
-    packages, else the innermost one."""
-    frames = source_info_util.summarize(eqn.source_info, num_frames=64).splitlines()  # the innermost is the last
-    found = [match for frame in frames if (match := re.match(r"(.+?):(\d+)(:\d+)? \(", frame))]
-    places = [(match[1], match[2]) for match in found if not match[1].startswith(_PACKAGE)]
-    own = [place for place in places if not re.search(r"[/\\](site|dist)-packages[/\\]", place[0])]
-    if not places:
-        return why
-    path, line = (own or places)[-1]
-    inside = path.startswith(os.getcwd() + os.sep)
-    return f"{why} (at {os.path.relpath(path) if inside else path}:{line})"
+def located(why: str, *eqns: Equation) -> str:
+    """Add to a reason the line of the user's program that the first equation with a line comes from: the innermost one
+    outside installed packages, else the innermost one."""
+    for eqn in eqns:
+        frames = source_info_util.summarize(eqn.source_info, num_frames=64).splitlines()  # the innermost is the last
+        found = [match for frame in frames if (match := re.match(r"(.+?):(\d+)(:\d+)? \(", frame))]
+        places = [(match[1], match[2]) for match in found]
+        own = [place for place in places if not re.search(r"[/\\](site|dist)-packages[/\\]", place[0])]
+        if places:
+            path, line = (own or places)[-1]
+            inside = path.startswith(os.getcwd() + os.sep)
+            return f"{why} (at {os.path.relpath(path) if inside else path}:{line})"
+    return why
 
 
 # ---- effects, whose classes are private: known by examples

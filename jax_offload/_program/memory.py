@@ -115,12 +115,6 @@ def in_its_memory(x: Any) -> Any:
     return abstract(x.shape, x.dtype, x.sharding, x.weak_type) if plain else x
 
 
-def under_jit() -> bool:
-    """Return whether a program is being traced: then even an init of concrete parameters becomes a part of it."""
-    with jax.transfer_guard_host_to_device("allow"):
-        return isinstance(jax.lax.neg(np.float32(0)), Tracer)
-
-
 def mesh_is_set() -> bool:
     """Return whether ``jax.set_mesh`` (or ``use_mesh``) is in force, which gives every array a sharding."""
     return not jax.sharding.get_abstract_mesh().empty

@@ -5,8 +5,8 @@
 | where an equation has the jaxprs that it runs | ``jaxprs.inner_of`` | 0.10 to 0.12 |
 | how a ``scan`` says which of its operands are what | ``jaxprs.scan_of`` | 0.10 and 0.11, 0.12 |
 | ``dce_jaxpr`` | ``jaxprs.without_dead_code`` | 0.10 to 0.12 |
-| ``trace_state_clean`` | ``is_transformed`` | 0.10 to 0.12 |
 | ``discharge_state`` | ``without_references`` | 0.10 to 0.12 |
+| whether the innermost trace is the one that computes | ``traces`` | 0.10 to 0.12 |
 | the tables of a primitive's rules; symbols for zero | ``set_rules``, ``nonzero``, ``zero_tangent`` | 0.10 to 0.12 |
 | how arguments of a program are typed and made ready, by class | ``trace_as``, ``trace_as_on_host`` | 0.10 to 0.12 |
 | ``lower_fun`` | ``lowered`` | 0.10 to 0.12 |
@@ -72,6 +72,11 @@ def dce_jaxpr(jaxpr: Any, used: Sequence[bool], *, keep_inputs: bool) -> tuple[A
     return _part_of(pe, "dce_jaxpr")(jaxpr, list(used), instantiate=keep_inputs)
 
 
+def traces() -> bool:
+    """Whether a program is being traced, or a function transformed: what is called becomes a part of it."""
+    return not _part_of(private_core, "trace_state_clean")()
+
+
 def without_references(jaxpr: Any) -> Any:
     """Turn the mutable arrays that live inside a closed jaxpr into values."""
     return _part_of(discharge, "discharge_state")(jaxpr)
@@ -115,11 +120,6 @@ def trace_as_on_host(kind: type[jax.ShapeDtypeStruct]) -> None:
     rules = _part_of(private_core, "pytype_aval_mappings")
     plain = rules[jax.ShapeDtypeStruct]
     rules[kind] = lambda x: plain(x).update(memory_space=jax.memory.Space.Host)
-
-
-def is_transformed() -> bool:
-    """Whether a ``jit``, ``vmap`` or derivative is being traced."""
-    return not _part_of(private_core, "trace_state_clean")()
 
 
 def nonzero(tangent: Any) -> bool:
@@ -203,9 +203,18 @@ def equation_of(x: Any) -> Any:
 
     ``None`` for an argument, and for values that are not traced into a jaxpr: an array, the tangent of a derivative.
     """
-    _check_tracers()
-    eqn = _part_of(x, "parent") if isinstance(x, _part_of(pe, "DynamicJaxprTracer")) else None
+    eqn = _parent_of(x)
     return None if eqn is None else _as_equation(eqn)
+
+
+def is_result(x: Any) -> bool:
+    """Whether ``equation_of`` finds an equation; the equation, which may have thousands of operands, is not built."""
+    return _parent_of(x) is not None
+
+
+def _parent_of(x: Any) -> Any:
+    _check_tracers()
+    return _part_of(x, "parent") if isinstance(x, _part_of(pe, "DynamicJaxprTracer")) else None
 
 
 def _as_equation(eqn: Any) -> Any:

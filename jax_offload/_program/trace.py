@@ -14,7 +14,7 @@ from jax.core import Tracer
 from jax_offload._program.arrays import nbytes
 from jax_offload._program.jaxprs import DebugInfo, Equation, Var, flops, variables
 from jax_offload._program.memory import is_host_aval
-from jax_offload._program.private import equation_of, equations_of_trace, variable_of
+from jax_offload._program.private import equation_of, equations_of_trace, is_result, variable_of
 from jax_offload._program.program import Program, flat
 
 LARGE = 1 << 16  # elements; the activations of smaller gradients do not matter
@@ -56,7 +56,7 @@ class Produced:
 def production_of(gradients: Sequence[Any]) -> Produced:
     """Read off the trace how gradients are produced."""
     eqns, known, traces = list[Equation](), set[Var](), 0
-    traced = [k for k, x in enumerate(gradients) if equation_of(x) is not None]
+    traced = [k for k, x in enumerate(gradients) if is_result(x)]
     for k in traced:
         if variable_of(gradients[k]) not in known:  # in a branch, say, some are from the trace around it
             eqns += equations_of_trace(gradients[k])

@@ -5,7 +5,7 @@
 - Rows that a scan loads from host memory, or stores there, move as a whole before it, or after it.
 - A scan over layers that the step itself has stacked becomes the layers one after the other.
 - Two independent scans over the same layers become one scan.
-- An update of gradients that a ``shard_map`` makes moves into it.
+- An update of gradients that a ``shard_map`` makes, or of parameters that it reads, moves into it.
 - Updates in a branch become one that always runs, and chooses between the results of all branches.
 """
 
@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import Any
 
 import jax
@@ -23,6 +23,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jax_offload._emit.find import holds_update, is_update
 from jax_offload._emit.region import Update, bound
+from jax_offload._program.barriers import equation_of_together
 from jax_offload._program.branches import choice
 from jax_offload._program.jaxprs import (
     REFERENCES,
@@ -46,7 +47,7 @@ from jax_offload._program.jaxprs import (
 )
 from jax_offload._program.memory import is_host_aval, on_device_aval, to_device, to_host
 from jax_offload._program.own_primitives import MARK
-from jax_offload._program.primitives import ELEMENTWISE, PLACED, SHAPES, is_cheap, is_loop
+from jax_offload._program.primitives import CHECKPOINT, ELEMENTWISE, PLACED, SHAPES, is_cheap, is_loop
 from jax_offload._program.private import without_references
 from jax_offload._program.program import (
     Builder,
@@ -60,7 +61,7 @@ from jax_offload._program.program import (
     traced_for,
     without_round_trips,
 )
-from jax_offload._program.propagate import needed_for
+from jax_offload._program.propagate import made_of, needed_for
 from jax_offload._program.shardings import names_in, typed_sharding
 from jax_offload._program.slices import Slice, slice_of
 from jax_offload._rewrite.inlined import consisting_of, equation_of, joined, localised, with_program
@@ -70,7 +71,7 @@ _MOST_UNROLLED = 256
 
 def canonical(program: Program) -> Program:
     """Return the step's program in the one form, with the same inputs and results."""
-    program = rebuilt(always_updating(dereferenced(program)), _on_the_device)
+    program = _opened(rebuilt(always_updating(dereferenced(program)), _on_the_device))
     for at in [k for k, eqn in enumerate(program.eqns) if eqn.primitive.name == "scan"][::-1]:
         program = _moved_as_a_whole(_by_rows(program, at), at)
     return _joined(_unrolled(program))
@@ -83,15 +84,58 @@ def dereferenced(program: Program, *, any_jit: bool = False) -> Program:
     return flat(without_references(program.closed), any_jit=any_jit)
 
 
-# Updates behind a shard_map -----------------------------------------------------------------------------------------
+# Checkpoints around scans over layers -------------------------------------------------------------------------------
+
+
+def _opened(program: Program) -> Program:
+    """Inline each ``jax.checkpoint`` that scans over rows of parameters, as one around a whole loss does."""
+    updates = [eqn for eqn in program.eqns if is_update(eqn)]  # the body of a loop has none
+    read = {v for eqn in updates for v in variables(eqn.invars)} if updates else {*program.inputs}
+    made = {v for eqn in updates for v in eqn.outvars}
+    layers = made_cheaply(program.eqns, read & {*program.inputs} | made)
+
+    def scans_over_layers(eqn: Equation) -> bool:
+        if eqn.primitive.name not in CHECKPOINT or layers.isdisjoint(variables(eqn.invars)):
+            return False
+        body = flat(closed(eqn.params["jaxpr"]), opens=lambda _: True)
+        inside = {v for v, x in zip(body.inputs, eqn.invars, strict=True) if isinstance(x, Var) and x in layers}
+        inside = made_cheaply(body.eqns, inside)
+        scans = filter(None, map(scan_of, body.eqns))
+        return any(not inside.isdisjoint(variables(scan.xs)) for scan in scans)
+
+    around = {id(eqn) for eqn in program.eqns if scans_over_layers(eqn)}
+    if not around:
+        return program
+    known = {v for eqn in program.eqns for v in eqn.outvars}
+
+    def without_layers(new: Builder, eqn: Equation, operands: list[Atom]) -> Sequence[Atom] | None:
+        """The barrier that keeps recomputed values apart, for what a scan does not read by rows."""
+        if eqn.primitive.name != "optimization_barrier" or not known.isdisjoint(eqn.outvars):
+            return None
+        kept = {x: v for x, v in zip(operands, eqn.outvars, strict=True) if isinstance(x, Var) and x not in layers}
+        new.eqns.append(equation_of_together(kept))
+        return [kept.get(x, x) if isinstance(x, Var) else x for x in operands]
+
+    return rebuilt(flat(program.closed, opens=lambda eqn: id(eqn) in around), without_layers)
+
+
+# Updates beside a shard_map -----------------------------------------------------------------------------------------
 
 
 def inside_shard_maps(program: Program) -> Program:
-    """Move updates into the ``shard_map`` that makes their gradients, where each device has whole parameters."""
-    for at, eqn in enumerate(program.eqns):
-        if eqn.primitive.name == "shard_map" and (moved := _after_shard_map(program, at)):
-            return _moved_inside(program, at, moved)
+    """Move updates into the ``shard_map`` that makes their gradients, or that reads what they make, where each device
+    has whole parameters."""
+    for find in (_after_shard_map, _before_shard_map):
+        for at, eqn in enumerate(program.eqns):
+            if eqn.primitive.name == "shard_map" and _is_manual(eqn) and (moved := find(program, at)):
+                return _moved_inside(program, at, moved)
     return program
+
+
+def _is_manual(this: Equation) -> bool:
+    """Whether a ``shard_map`` divides over all axes of its mesh, and types say nothing more about its results."""
+    axes = {*this.params["mesh"].axis_names}
+    return this.params["newly_manual_axes"] == axes and not any(typed_sharding(v.aval) for v in this.outvars)
 
 
 def _after_shard_map(program: Program, at: int) -> list[Equation]:
@@ -100,20 +144,46 @@ def _after_shard_map(program: Program, at: int) -> list[Equation]:
     All of them compute the same on every device, from values that are whole there.
     """
     this = program.eqns[at]
-    manual: Set[str] = this.params["newly_manual_axes"]
     divided = {v for v, spec in zip(this.outvars, this.params["out_specs"], strict=True) if any(spec)}
-    if manual != {*this.params["mesh"].axis_names} or any(typed_sharding(v.aval) for v in this.outvars):
-        return []
     made, stays, found = {*this.outvars} - divided, divided, list[Equation]()
     for eqn in program.eqns[at + 1 :]:
         ins = {*variables(eqn.invars)}
-        moves = _is_whole(eqn.params["update"], manual) if is_update(eqn) else is_cheap(eqn)
-        if not stays.isdisjoint(ins) or (not made.isdisjoint(ins) and (eqn.effects or not moves)):
+        if not stays.isdisjoint(ins) or (not made.isdisjoint(ins) and not _moves(eqn, this)):
             stays.update(eqn.outvars)
         elif not made.isdisjoint(ins):
             made.update(eqn.outvars)
             found.append(eqn)
     return needed_for(found, {v for eqn in found if is_update(eqn) for v in eqn.outvars})[0]
+
+
+def _before_shard_map(program: Program, at: int) -> list[Equation]:
+    """Find the updates with which a step begins, if a ``shard_map`` reads what they make whole, the equations between
+    them and it, and the last arithmetic on their gradients."""
+    this, eqns = program.eqns[at], program.eqns[:at]
+    made, found, gradients = set[Var](), list[Equation](), list[Var]()
+    for eqn in eqns:
+        if not is_update(eqn) and made.isdisjoint(variables(eqn.invars)):
+            continue
+        if not _moves(eqn, this):
+            return []
+        made.update(eqn.outvars)
+        found.append(eqn)
+        gradients += eqn.params["update"].gradients if is_update(eqn) else []
+    specs = zip(this.invars, this.params["in_specs"], strict=True)
+    read = {v: any(spec) for v, spec in specs if isinstance(v, Var) and v in made}
+    if not read or any(read.values()):
+        return []
+    first, _ = needed_for(eqns, gradients, lambda eqn: eqn.primitive.name in ELEMENTWISE and not eqn.effects)
+    after, _ = needed_for(found, {*read, *(v for eqn in found if is_update(eqn) for v in eqn.outvars)})
+    wanted = {*map(id, first), *map(id, after)}
+    return [eqn for eqn in eqns if id(eqn) in wanted]
+
+
+def _moves(eqn: Equation, this: Equation) -> bool:
+    """Whether an equation may run inside a ``shard_map`` on whole values."""
+    if is_update(eqn):
+        return _is_whole(eqn.params["update"], this.params["newly_manual_axes"])
+    return is_cheap(eqn) and not eqn.effects
 
 
 def _is_whole(update: Update, manual: Set[str]) -> bool:
@@ -128,12 +198,16 @@ def _is_whole(update: Update, manual: Set[str]) -> bool:
 
 
 def _moved_inside(program: Program, at: int, moved: Sequence[Equation]) -> Program:
-    """Return the program with equations behind the ``shard_map`` at equation ``at`` inside of it."""
-    this, gone = program.eqns[at], {*map(id, moved)}
+    """Return the program with equations ahead of the ``shard_map`` at equation ``at``, or behind it, inside of it."""
+    this, ahead = program.eqns[at], {*map(id, program.eqns[:at])}
+    gone = {id(this), *map(id, moved)}
+    inside = {v for eqn in moved for v in eqn.outvars}
+    passed = [k for k, v in enumerate(this.invars) if isinstance(v, Literal) or v not in inside]
+    in_specs = [this.params["in_specs"][k] for k in passed]
     # a whole operand is passed once, or new parameters could not overwrite the old ones
-    whole = {v: k for k, (v, spec) in enumerate(zip(this.invars, this.params["in_specs"], strict=True))
-             if isinstance(v, Var) and not any(spec)}  # fmt: skip
-    there = {*whole, *(v for eqn in (this, *moved) for v in eqn.outvars)}
+    whole = {v: k for k, spec in zip(passed, in_specs, strict=True)
+             if isinstance(v := this.invars[k], Var) and not any(spec)}  # fmt: skip
+    there = {*whole, *inside, *this.outvars}
     others = list(dict.fromkeys(v for eqn in moved for v in variables(eqn.invars) if v not in there))
     read = {*variables(program.outputs)}
     read.update(v for eqn in program.eqns if id(eqn) not in gone for v in variables(eqn.invars))
@@ -142,41 +216,49 @@ def _moved_inside(program: Program, at: int, moved: Sequence[Equation]) -> Progr
     body = jax_fun(closed(this.params["jaxpr"]))
 
     def run(*operands: Any) -> list[Any]:
-        n = len(this.invars)
-        env = dict(zip(this.outvars, own := body(*operands[:n]), strict=True))
-        env.update({v: operands[k] for v, k in whole.items()} | dict(zip(others, operands[n:], strict=True)))
-        for eqn in moved:
-            given = values_of(env, eqn.invars)
-            update = eqn.params.get("update") if is_update(eqn) else None
-            made = run_equation(eqn, given, eqn.params) if update is None else bound(_retraced(update, given), given)
-            env.update(zip(eqn.outvars, made, strict=True))
-        return [*itertools.compress(own, kept), *values_of(env, results)]
+        own = dict(zip(passed, operands, strict=False))
+        env = {v: own[k] for v, k in whole.items()} | dict(zip(others, operands[len(passed) :], strict=True))
+        _evaluated([eqn for eqn in moved if id(eqn) in ahead], env)
+        made = body(*(own[k] if k in own else env[v] for k, v in enumerate(this.invars)))
+        env.update(zip(this.outvars, made, strict=True))
+        _evaluated([eqn for eqn in moved if id(eqn) not in ahead], env)
+        return [*itertools.compress(made, kept), *values_of(env, results)]
 
-    specs = [*itertools.compress(this.params["out_specs"], kept)]
-    this_one = this.replace(params=this.params | {"out_specs": specs})
+    specs = {"in_specs": in_specs, "out_specs": [*itertools.compress(this.params["out_specs"], kept)]}
+    this_one = this.replace(params=this.params | specs)
     around = sharded_like(this_one, run, [PartitionSpec()] * len(others), [PartitionSpec()] * len(results))
     before, _ = needed_for(program.eqns[at + 1 :], others)
-    first = {*map(id, before)} - gone
-    new = Builder([*program.eqns[:at], *(eqn for eqn in before if id(eqn) in first)])
-    operands = [*this.invars, *others]
-    inside = new.call(traced_for(this.replace(invars=operands), around), operands)
-    new.names.update(zip([*itertools.compress(this.outvars, kept), *results], inside, strict=True))
-    for eqn in program.eqns[at + 1 :]:
+    late = made_of(program.eqns, lambda eqn: id(eqn) in gone)
+    front = [*(eqn for eqn in program.eqns[:at] if late.isdisjoint(variables(eqn.invars))), *before]
+    first = {*map(id, front)} - gone
+    new = Builder([eqn for eqn in front if id(eqn) in first])
+    operands = [*(this.invars[k] for k in passed), *others]
+    made = new.call(traced_for(this.replace(invars=operands), around), operands)
+    new.names.update(zip([*itertools.compress(this.outvars, kept), *results], made, strict=True))
+    for eqn in program.eqns:
         if id(eqn) not in gone | first:
             new.put(eqn)
     return dataclasses.replace(program, eqns=new.eqns, outputs=new.read(program.outputs))
 
 
+def _evaluated(eqns: Sequence[Equation], env: dict[Var, Any]) -> None:
+    """Run equations inside a ``shard_map``, where nothing divides values further."""
+    for eqn in eqns:
+        given = values_of(env, eqn.invars)
+        if is_update(eqn):
+            given = bound(_retraced(eqn.params["update"], given), given)
+        elif eqn.primitive.name != "sharding_constraint":
+            given = run_equation(eqn, given, eqn.params)
+        env.update(zip(eqn.outvars, given, strict=True))
+
+
 def _retraced(update: Update, given: Sequence[Any]) -> Update:
-    """Return an update for the inside of a ``shard_map``, where types differ and nothing divides values further."""
+    """Return an update for the inside of a ``shard_map``, where types differ."""
     old = update.program
 
     def run(*operands: Any) -> list[Any]:
         env = dict(zip(old.inputs, [*old.consts, *operands], strict=True))
-        for eqn in old.eqns:
-            values = values_of(env, eqn.invars)
-            placed = eqn.primitive.name == "sharding_constraint"
-            env.update(zip(eqn.outvars, values if placed else run_equation(eqn, values, eqn.params), strict=True))
+        _evaluated(old.eqns, env)
         return values_of(env, old.outputs)
 
     new = as_program(jaxpr_of(run, *given)[0])
@@ -374,7 +456,7 @@ def _moved_as_a_whole(program: Program, at: int) -> Program:
     """
     scan = scan_of(program.eqns[at])
     assert scan is not None
-    loaded = _loaded(program.eqns[:at])
+    loaded = made_cheaply(program.eqns[:at])
     leaves = loaded | {v for v in program.inputs if is_host_aval(v.aval)}
     of_leaves = [k for k, x in enumerate(scan.xs) if isinstance(x, Var) and x in leaves]
     # a policy of jax.checkpoint sends activations to host memory, where another scan reads them
@@ -451,9 +533,9 @@ def _on_the_device(new: Builder, eqn: Equation, operands: list[Atom]) -> Sequenc
     return new.call(traced_for(eqn, run), operands)
 
 
-def _loaded(eqns: Sequence[Equation]) -> set[Var]:
-    """The values that are loaded from host memory as a whole, and cheap functions of them."""
-    found = set[Var]()
+def made_cheaply(eqns: Sequence[Equation], start: Iterable[Var] = ()) -> set[Var]:
+    """The values that are loaded from host memory as a whole, those of ``start``, and cheap functions of them."""
+    found = {*start}
     for eqn in eqns:
         ins = variables(eqn.invars)
         if is_load(eqn) or (ins and eqn.primitive.name in ELEMENTWISE | SHAPES and found.issuperset(ins)):

@@ -189,14 +189,17 @@ def inlined(program: Program) -> Inlined | None:
     eqns, updates, own = list[Equation](), list[Update](), dict[int, int]()
     next_of, shards = dict[Var, Var](), dict(program.shards)
     new, stored = Builder(eqns), dict[Atom, Atom]()  # what the step moves to the host -> the same on the device
+    earlier = set[Atom]()  # what it has moved there before the last pass: an update loads it again
     for eqn in program.eqns:
         if not is_update(eqn):
+            if len(earlier) < len(stored) and is_heavy_equation(eqn):
+                earlier.update(stored)
             _put(new, stored, eqn, set())
             continue
         update = localised(eqn.replace(invars=new.read(eqn.invars)))
         for each in decomposed(update.program.eqns):
             line = each.source_info.replace(traceback=eqn.source_info.traceback)  # of the user's call
-            if _put(new, stored, each.replace(source_info=line), {*eqn.outvars}):
+            if _put(new, stored, each.replace(source_info=line), {*eqn.outvars}, earlier):
                 own[id(eqns[-1])] = len(updates)
         updates.append(update)
         # An update that is the rest of one does not make all of its results.
@@ -208,7 +211,9 @@ def inlined(program: Program) -> Inlined | None:
     return Inlined(step, tuple(updates), own, next_of, _waiting(step, next_of), like)
 
 
-def _put(new: Builder, stored: dict[Atom, Atom], eqn: Equation, results: Set[Var]) -> bool:
+def _put(
+    new: Builder, stored: dict[Atom, Atom], eqn: Equation, results: Set[Var], again: Set[Atom] = frozenset()
+) -> bool:
     """Append an equation, unless it loads what was stored before and is still on the device.
 
     Args:
@@ -216,9 +221,10 @@ def _put(new: Builder, stored: dict[Atom, Atom], eqn: Equation, results: Set[Var
       stored: what they move to the host -> the same on the device.
       eqn: the equation.
       results: the variables that have to stay.
+      again: what is loaded again all the same.
     """
     operands = new.read(eqn.invars)
-    if is_load(eqn) and eqn.outvars[0] not in results:
+    if is_load(eqn) and eqn.outvars[0] not in results and operands[0] not in again:
         origin = stored.get(operands[0])
         if origin is not None and origin.aval == eqn.outvars[0].aval:
             new.names[eqn.outvars[0]] = origin

@@ -28,17 +28,18 @@ import numpy as np
 
 from jax_offload._emit.find import is_update
 from jax_offload._emit.region import Update
+from jax_offload._program.arrays import nbytes
 from jax_offload._program.barriers import together
 from jax_offload._program.jaxprs import Equation, Var, jax_fun, located, scan_of, variables
 from jax_offload._program.memory import is_host_aval
-from jax_offload._program.primitives import ELEMENTWISE
-from jax_offload._program.program import Program, replaced, traced_for
+from jax_offload._program.primitives import ELEMENTWISE, SHAPES
+from jax_offload._program.program import Builder, Program, is_load, replaced, traced_for
 from jax_offload._program.propagate import Mask, Node, forward, needed, topological, union
 from jax_offload._program.slices import Slice, slice_of
 from jax_offload._rewrite.canonical import canonical
 from jax_offload._rewrite.inlined import Inlined, consisting_of, inlined, opened
-from jax_offload._schedule.gates import in_turn, interleaved
-from jax_offload._schedule.hoist import MICROBATCHES, Hoist
+from jax_offload._schedule.gates import in_turn, interleaved, is_heavy
+from jax_offload._schedule.hoist import LEAST_ROW, MICROBATCHES, Hoist
 from jax_offload._schedule.in_scan import CannotHoist, InScan
 from jax_offload._schedule.schedule import Gate, Planned, Whole, Window
 
@@ -79,7 +80,7 @@ def parts_of(plain: Program) -> Parts | None:
     found = inlined(plain)
     if found is None:
         return None
-    parts = _decided(found)
+    parts = decided(found)
     if parts.moved:
         return parts
     place_of = {v: at for at, eqn in enumerate(plain.eqns) for v in eqn.outvars}  # a scan's results are the same there
@@ -93,10 +94,10 @@ def parts_of(plain: Program) -> Parts | None:
             whys.append(str(stays))
             continue
         assert again is not None  # the updates are still there
-        decided = _decided(again, apart=True)
-        if decided.moved:
-            return decided
-        whys += decided.stays
+        apart = decided(again, apart=True)
+        if apart.moved:
+            return apart
+        whys += apart.stays
     why = "; ".join(dict.fromkeys(whys))  # the last microbatch does not host the update
     stays = (f"{MICROBATCHES}: {why}" if why and each.startswith(MICROBATCHES) else each for each in parts.stays)
     return dataclasses.replace(parts, stays=tuple(stays))
@@ -114,13 +115,14 @@ def _reading_updated(plain: Program) -> list[int]:
     return found
 
 
-def _decided(found: Inlined, apart: bool = False) -> Parts:
+def decided(found: Inlined, apart: bool = False) -> Parts:
     """Decide where the update runs. ``apart``: whether an iteration runs apart, and continues the sums."""
     step, plans, moved = found, dict[int, InScan](), set[int]()
     scans = [at for at, eqn in enumerate(step.program.eqns) if (scan := scan_of(eqn)) is not None and scan.length]
     stay_behind, stay_ahead, summing = dict[int, list[str]](), list[str](), list[int]()
     for at in reversed(scans):
-        hoist = Hoist(step.program, at, step.next_of, step.waiting, claimed=moved)
+        read = {v for plan in plans.values() for v in plan.operands}
+        hoist = Hoist(step.program, at, step.next_of, step.waiting, claimed=moved, updates=step.own, read=read)
         plan, stay_behind[at] = hoist.behind()
         if plan is not None:
             plans[at] = plan
@@ -128,19 +130,21 @@ def _decided(found: Inlined, apart: bool = False) -> Parts:
         elif not apart and (how := hoist.sums_up(step.gradients)):
             stay_behind[at].append(how)
             summing.append(at)
-    streaming = {at: Hoist(step.program, at, step.next_of).streaming() for at in scans if at not in plans}
+    own = {*step.own}
+    streaming = {at: Hoist(step.program, at, step.next_of, own=own).streaming() for at in scans if at not in plans}
     reread = {at: plan.loads_again for at, plan in {**plans, **streaming}.items() if plan is not None}
     for at in scans:
         if at not in plans and id(step.program.eqns[at]) not in moved:
             read = {v for plan in [*plans.values(), *filter(None, streaming.values())] for v in plan.hosts}
             read |= {v for plan in plans.values() for v in plan.operands}
-            hoist = Hoist(step.program, at, step.next_of, claimed=moved, own={*step.own}, read=read, reread=reread)
+            hoist = Hoist(step.program, at, step.next_of, claimed=moved, own=own, read=read, reread=reread)
             plan, why = hoist.ahead()
             stay_ahead += why
             if plan is not None:
                 plans[at] = plan
                 moved |= plan.eqns
     plans |= {at: plan for at, plan in streaming.items() if plan is not None and at not in plans}
+    moved = moved.union(*(plan.eqns for plan in plans.values()))
     awaited = _awaited(step, stay_behind, moved) if any(stay_behind.values()) else set[int]()
     stays = [*(why for at in stay_behind if at in awaited for why in stay_behind[at]), *stay_ahead]
     parts, why = _parts(step, plans, moved)
@@ -237,6 +241,7 @@ def _between_passes(step: Inlined, nodes: Sequence[Node]) -> tuple[list[Node] | 
         variables(step.program.outputs),
         [node.payload for node in nodes if isinstance(node.payload, Update)],
     )
+    nodes = _loaded_where_read(step, nodes, outputs)
     try:
         pieces = [node for node in nodes if not isinstance(node.payload, Update)]
         for rest in rests:
@@ -249,6 +254,52 @@ def _between_passes(step: Inlined, nodes: Sequence[Node]) -> tuple[list[Node] | 
         return interleaved(nodes, range(len(nodes)), outputs), why
     except CannotHoist:
         return None, why
+
+
+def _loaded_where_read(step: Inlined, nodes: Sequence[Node], outputs: Sequence[Var]) -> list[Node]:
+    """Load each parameter in host memory where a pass reads it, and again where a pass reads it much later.
+
+    Gates hold these loads as they hold those of a state. A pass reads a leaf much later if others were loaded since.
+    """
+    loads = [node.payload for node in nodes if isinstance(node.payload, Equation) and is_load(node.payload)]
+    large = {id(eqn): n for eqn in loads if (n := nbytes(eqn.outvars[0].aval)) >= LEAST_ROW}
+    if not large:
+        return [*nodes]
+    how, window = Whole("where a pass reads it"), Window(2 * max(large.values()), "two of the layers that passes read")
+    made = dict[Var, dict[int, Equation]]()  # what is made of leaves alone -> the equations that make it
+    before, lasting, done, found = Builder(), dict[Var, tuple[Var, int]](), 0, list[Node]()
+    stay = {*outputs, *(v for node in nodes if not isinstance(node.payload, Equation) for v in node.reads)}
+    for node in nodes:
+        if not isinstance(node.payload, Equation):
+            found.append(node)
+            continue
+        eqn = node.payload.replace(invars=before.read(node.payload.invars))
+        ins, name = variables(eqn.invars), eqn.primitive.name
+        again = [v for v in dict.fromkeys(ins) if v in made]
+        if name == "optimization_barrier" and again:  # its values are recomputed, and leaves are loaded anew anyway
+            pairs = [*zip(eqn.invars, eqn.outvars, strict=True)]
+            before.names.update((v, x) for x, v in pairs if x in again and v not in stay)
+            pairs = [(x, v) for x, v in pairs if v not in before.names]
+            eqn = eqn.replace(invars=[x for x, _ in pairs], outvars=[v for _, v in pairs])
+        elif id(node.payload) in large or (again and name in ELEMENTWISE | SHAPES and len(again) == len({*ins})):
+            own = {k: each for v in again for k, each in made[v].items()} | {id(eqn): eqn}
+            made.update(dict.fromkeys(eqn.outvars, own))
+        elif again and is_heavy(node):
+            new = Builder()
+            for v in again:
+                if v not in lasting or done > lasting[v][1]:
+                    copied = Builder()
+                    copied.copy(*made[v].values())
+                    (x,) = variables(copied.read([v]))
+                    s = slice_of(copied.eqns, [x], step.program.debug_info, step.program.shards)
+                    done += s.loaded_bytes
+                    lasting[v] = x, done + s.loaded_bytes
+                    found.append(Node(Planned(s, how, window, (x,)), s.inputs, s.outputs))
+                new.names[v] = lasting[v][0]
+            eqn = eqn.replace(invars=new.read(eqn.invars))
+        found.append(Node(eqn, variables(eqn.invars), eqn.outvars, node.kept))
+    kept = needed(found, outputs)
+    return [node for k, node in enumerate(found) if k in kept]
 
 
 def _pieces(rest: Update) -> list[Node]:

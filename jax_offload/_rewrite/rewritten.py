@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import warnings
-from collections.abc import Callable, Iterable, Sequence, Set
+from collections.abc import Iterable, Sequence, Set
 from typing import Any
 
 import jax
@@ -15,7 +15,7 @@ from jax_offload._emit.find import holds_update, is_update
 from jax_offload._emit.hoisted import scanned
 from jax_offload._emit.region import Update, moved
 from jax_offload._emit.rows import or_batched
-from jax_offload._emit.run import functions
+from jax_offload._emit.run import SliceRunner
 from jax_offload._program.barriers import gate_equation
 from jax_offload._program.jaxprs import (
     Atom,
@@ -25,7 +25,9 @@ from jax_offload._program.jaxprs import (
     Scan,
     Var,
     holds,
+    inner_of,
     jax_fun,
+    jaxpr_of,
     located,
     only_callbacks,
     ordered,
@@ -37,15 +39,25 @@ from jax_offload._program.jaxprs import (
 from jax_offload._program.jaxprs import (
     closed as as_closed,
 )
+from jax_offload._program.primitives import is_loop
 from jax_offload._program.private import manual_axes_of
-from jax_offload._program.program import Builder, Program, expanded, flat, replaced, traced_for, without_effects_of_axes
-from jax_offload._program.propagate import Node
-from jax_offload._program.slices import Slice
-from jax_offload._rewrite.canonical import canonical, inside_shard_maps
+from jax_offload._program.program import (
+    Builder,
+    Program,
+    expanded,
+    flat,
+    rebuilt,
+    replaced,
+    traced_for,
+    without_effects_of_axes,
+)
+from jax_offload._program.propagate import Node, needed_for
+from jax_offload._program.slices import Slice, slice_of
+from jax_offload._rewrite.canonical import canonical, inside_shard_maps, made_cheaply
 from jax_offload._rewrite.checked import CannotRewrite, check_order, same_memory, tell, unreturned
 from jax_offload._rewrite.cut import unguarded
-from jax_offload._rewrite.inlined import equation_of
-from jax_offload._rewrite.parts import Parts, parts_of
+from jax_offload._rewrite.inlined import Inlined, equation_of
+from jax_offload._rewrite.parts import Parts, decided, parts_of
 from jax_offload._schedule.in_scan import InScan
 from jax_offload._schedule.schedule import Gate, Planned
 
@@ -70,8 +82,11 @@ def rewritten(closed: ClosedJaxpr) -> ClosedJaxpr:
         whole = inside_shard_maps(program)
         plain = canonical(unguarded(whole))
         found = None if ordered(plain.effects) else parts_of(_noted_inside(plain))
-        if found is not None and found.moved:
-            return _put_together(found).closed
+        if found is not None and (found.moved or any(map(_runs_passes, plain.eqns))):
+            program = _put_together(found)
+            within = _within_loops(program, found.step.like)
+            if found.moved or within is not program:
+                return within.closed
     except Exception as fault:  # whatever is wrong with a rewritten step, the one that was written runs
         return _saying(closed, [tell("the step runs as written, and hides no transfers", fault)])
     if found is not None:
@@ -102,6 +117,8 @@ def _put_together(found: Parts) -> Program:
     """
     program, like, barrier, new = found.step.program, found.step.like, gate_equation(), Builder()
     check_order(found.parts, program.inputs, variables(program.outputs))
+    slices = [part.payload for part in found.parts if isinstance(part.payload, Planned)]
+    run = SliceRunner(slices, found.step.names)
     for part in found.parts:
         this = part.payload
         if isinstance(this, Gate):
@@ -115,12 +132,94 @@ def _put_together(found: Parts) -> Program:
                 new.put(equation_of(dataclasses.replace(this, stays=found.stays), like))
                 results = new.eqns[-1].outvars
             else:
-                results = moved(new, _run(found, part), part.reads, this, like)
+                traced = _in_scan(found, part) if isinstance(this, InScan) else run.equations(this)
+                results = moved(new, traced, part.reads, this, like)
             for v, x in zip(part.makes, results, strict=True):
                 if not same_memory(v, x):
                     raise CannotRewrite(f"a part makes {x.aval} in place of {v.aval}")
             new.names.update(zip(part.makes, results, strict=True))
     return dataclasses.replace(program, eqns=new.eqns, outputs=new.read(program.outputs))
+
+
+# ---- loops that run passes in each iteration, such as one over microbatches
+
+
+def _within_loops(program: Program, like: Equation) -> Program:
+    """Let such loops load rows of parameters, and add rows of gradients to their sums, in the scans inside them.
+
+    Returns the same program where no loop can. ``like``: an equation of an update of the step.
+    """
+    if not any(map(_runs_passes, program.eqns)):
+        return program
+    loaded, at = made_cheaply(program.eqns), {id(eqn): k for k, eqn in enumerate(program.eqns)}
+    changed = list[Equation]()
+
+    def rule(new: Builder, eqn: Equation, operands: list[Atom]) -> Sequence[Atom] | None:
+        if (scan := scan_of(eqn)) is None or not _runs_passes(eqn):
+            return None
+        loads = dict[int, Slice]()  # number of a const -> what makes it of leaves in host memory
+        for k, x in enumerate(scan.consts):
+            if isinstance(x, Var) and x in loaded:
+                eqns, _ = needed_for(program.eqns[: at[id(eqn)]], [x], lambda eqn: loaded.issuperset(eqn.outvars))
+                loads[k] = slice_of(eqns, [x], program.debug_info, program.shards)
+        if (body := _in_each_iteration(program, scan, loads, like)) is None:
+            return None
+        changed.append(eqn)
+        again, run_body = [*loads.values()], jax_fun(body.closed)
+
+        def run(*given: Any) -> list[Any]:
+            leaves, operands = given[: len(given) - len(eqn.invars)], given[len(given) - len(eqn.invars) :]
+            consts, init, xs = scan.parted(operands)
+            kept = [x for k, x in enumerate(consts) if k not in loads]
+            return [x for part in scan.run(run_body, [*leaves, *kept], init, xs) for x in part]
+
+        given = [*(v for s in again for v in new.read(s.inputs)), *operands]
+        return new.call(traced_for(eqn.replace(invars=given), run), given)
+
+    found = rebuilt(program, rule)
+    eqns, _ = needed_for(found.eqns, variables(found.outputs), kept=lambda eqn: bool(eqn.effects))
+    return dataclasses.replace(found, eqns=eqns) if changed else program
+
+
+def _runs_passes(eqn: Equation) -> bool:
+    """Whether an equation is a loop with a loop inside, and neither updates nor effects."""
+    inside = scan_of(eqn) is not None and not eqn.effects and any(inner.holds(is_loop) for inner in inner_of(eqn))
+    return inside and not holds_update(eqn)
+
+
+def _in_each_iteration(program: Program, scan: Scan, loads: dict[int, Slice], like: Equation) -> Program | None:
+    """Rewrite the body of a loop; ``None`` if its scans neither load nor add up rows.
+
+    Args:
+      program: the step.
+      scan: the loop.
+      loads: number of a const -> what loads it. Those that an iteration would load as a whole are removed.
+      like: an equation of an update of the step.
+    """
+    leaves = [v for s in loads.values() for v in s.inputs]
+    kept = [v for k, v in enumerate(scan.body.jaxpr.invars) if k not in loads]
+    outer = [*leaves, *(x for k, x in enumerate([*scan.consts, *scan.init]) if k not in loads)]
+
+    def run(*operands: Any) -> list[Any]:
+        given, rest = iter(operands[: len(leaves)]), iter(operands[len(leaves) :])
+        made = {k: s.run(*(next(given) for _ in s.inputs))[0] for k, s in loads.items()}
+        consts = [made[k] if k in made else next(rest) for k in range(len(scan.consts))]
+        return jax_fun(scan.body)(*consts, *rest)
+
+    body = canonical(flat(jaxpr_of(run, *(v.aval for v in (*leaves, *kept)))[0]))
+    inputs, m = body.inputs[len(body.consts) :], len(scan.init)
+    shards = {
+        v: program.shards[x] for v, x in zip(inputs, outer, strict=False) if isinstance(x, Var) and x in program.shards
+    }
+    carried = zip(body.outputs, inputs[len(outer) - m : len(outer)], strict=False)
+    next_of = {v: old for v, old in carried if isinstance(v, Var) and v not in inputs}
+    parts = decided(Inlined(dataclasses.replace(body, shards=shards), (), {}, next_of, {}, like))
+    whole = {v for part in parts.parts if isinstance(part.payload, Slice) for v in part.payload.loads}
+    if whole := {v for v, x in zip(leaves, inputs, strict=False) if x in whole}:
+        for k in [k for k, s in loads.items() if not whole.isdisjoint(s.inputs)]:
+            del loads[k]
+        return _in_each_iteration(program, scan, loads, like)
+    return _put_together(parts) if parts.moved else None
 
 
 def _put_gate(new: Builder, this: Gate, barrier: Equation) -> None:
@@ -134,27 +233,19 @@ def _put_gate(new: Builder, this: Gate, barrier: Equation) -> None:
             new.names.update(zip(names, results, strict=True))
 
 
-def _run(found: Parts, part: Node) -> Callable[[Sequence[Any]], list[Any]]:
-    """Return the function that a part is."""
-    this: InScan | Planned = part.payload
+def _in_scan(found: Parts, part: Node) -> ClosedJaxpr:
+    """Trace a scan with updates inside."""
+    this: InScan = part.payload
 
     def run(*operands: Any) -> list[Any]:
-        env = dict(zip(part.reads, operands, strict=True))
-        if isinstance(this, InScan):
-            env = scanned(this, env, found.step.names)
-        else:
-            functions([this], found.step.names)(this, env)
+        env = scanned(this, dict(zip(part.reads, operands, strict=True)), found.step.names)
         return [env[v] for v in part.makes]
-
-    if not isinstance(this, InScan):
-        return lambda operands: run(*operands)
-    as_written = this.as_written
 
     def one_by_one(*operands: Any) -> list[Any]:
         env = dict(zip(part.reads, operands, strict=True))
-        return as_written.run(*(env[v] for v in as_written.inputs))
+        return this.as_written.run(*(env[v] for v in this.as_written.inputs))
 
-    return lambda operands: or_batched(run, one_by_one)(*operands)
+    return jaxpr_of(or_batched(run, one_by_one), *(v.aval for v in part.reads))[0]
 
 
 def _cut_at(program: Program) -> str:

@@ -19,7 +19,7 @@ from jax_offload._program.jaxprs import Atom, DropVar, Equation, Literal, Scan, 
 from jax_offload._program.memory import is_host_aval
 from jax_offload._program.primitives import ELEMENTWISE, SHAPES
 from jax_offload._program.program import Program, Var, flat, is_store, load_of
-from jax_offload._program.propagate import NEEDS, Mask, Node, forward, groups, needed_for, union
+from jax_offload._program.propagate import NEEDS, Mask, Node, forward, groups, made_of, needed_for, union
 from jax_offload._program.propagate import needed as nodes_needed
 from jax_offload._program.rules import Dependent, Partial, Rows, Where, chunked_dims, rows_like, rule_of
 from jax_offload._program.slices import Slice, consecutive, slice_of
@@ -65,6 +65,7 @@ class Hoist:
       waiting: gradient that goes to the host for the next step -> an array there that nothing reads any longer.
       claimed: the equations that move elsewhere, by identity.
       own: the equations of the updates, by identity.
+      updates: the same, each with the number of its update.
       read: the variables that scans with other moves read, beyond those in the program's equations.
       reread: place of another scan -> the operands whose rows that scan loads again from host memory.
     """
@@ -75,6 +76,7 @@ class Hoist:
     waiting: Mapping[Var, Var] = dataclasses.field(default_factory=dict[Var, Var])
     claimed: Set[int] = frozenset()
     own: Set[int] = frozenset()
+    updates: Mapping[int, int] = dataclasses.field(default_factory=dict[int, int])
     read: Set[Var] = frozenset()
     reread: Mapping[int, Set[Var]] = dataclasses.field(default_factory=dict[int, Set[Var]])
 
@@ -124,14 +126,21 @@ class Hoist:
         """Plan the moves into the scan, which makes the gradients; return also why other updates do not move."""
         eqns, scan, ys = self.program.eqns, self.scan, {*self.scan.ys}
         flow = _flow(eqns, scan, self.at, self.claimed)
-        stacked = self._results | {v for eqn in eqns if id(eqn) not in flow.eqns for v in variables(eqn.invars)}
-        used = stacked | {v for eqn in eqns for v in variables(eqn.invars)}
+        stay = [eqn for eqn in eqns if id(eqn) not in self.claimed]
+        stacked = {*self._results, *self.read}
+        stacked.update(v for eqn in stay if id(eqn) not in flow.eqns for v in variables(eqn.invars))
+        used = stacked | {v for eqn in stay for v in variables(eqn.invars)}
         makers, together = made_by(eqns), dict[int, list[Equation]]()
         kept_apart = [eqn for eqn in eqns if id(eqn) in flow.eqns]
         for eqn, number in zip(kept_apart, groups([flow.eqns[id(eqn)] for eqn in kept_apart]), strict=True):
             together.setdefault(number, []).append(eqn)
         moves, why, moved, inside = list[Planned](), list[str](), set[int](), set[Var]()
         read, written = set[Var](), set[Var]()
+
+        @functools.cache
+        def others(numbers: Set[int]) -> Set[Var]:
+            return made_of(eqns, lambda eqn: self.updates.get(id(eqn)) not in (None, *numbers))
+
         for group in together.values():
             own = {id(eqn) for eqn in group}
             made = [v for eqn in group for v in eqn.outvars]
@@ -139,14 +148,22 @@ class Hoist:
             if not any((v in self.next_of or v in self.waiting) and self._is_worth_it(v) for v in targets):
                 continue
 
-            def dims_of(eqn: Equation, needed: Mapping[Var, Rows | None], own: Set[int] = own) -> Dims | None:
-                return flow.of(eqn) if id(eqn) in own else pulled(eqn, needed, scan.length)
+            numbers = frozenset(self.updates[k] for k in own if k in self.updates)
+
+            def dims_of(
+                eqn: Equation, needed: Mapping[Var, Rows | None], own: Set[int] = own, numbers: Set[int] = numbers
+            ) -> Dims | None:
+                if id(eqn) in own:
+                    return flow.of(eqn)
+                if self.updates.get(id(eqn)) not in numbers and not others(numbers).isdisjoint(eqn.outvars):
+                    return None  # the results of another update are read, and not made again
+                return pulled(eqn, needed, scan.length)
 
             try:
                 taken, needed = closure(makers, {v: flow.dims.get(v) for v in targets}, dims_of)
                 move = self._move(taken, targets, needed)
             except (CannotHoist, Dependent) as reason:
-                why.append(located(str(reason), self.program.eqns[self.at]))
+                why.append(located(_words(reason), self.program.eqns[self.at]))
                 continue
             reads, writes = {*move.slice.inputs}, {old for old in move.how.buffers if old is not None}
             if not reads.isdisjoint(written) or not writes.isdisjoint(read):
@@ -205,7 +222,7 @@ class Hoist:
                     wanted |= more
                 move, inside, fed = self._feeding(taken, rows, xs, wanted)
             except (CannotHoist, Dependent) as reason:
-                why.append(located(str(reason), self.program.eqns[self.at]))
+                why.append(located(_words(reason), self.program.eqns[self.at]))
                 continue
             moves.append(move)
             moved |= inside
@@ -221,9 +238,10 @@ class Hoist:
 
     def streaming(self) -> InScan | None:
         """Plan to load the leaves on the host that the scan reads by rows, where no update moves into it."""
-        again = {} if self.nest else self._reread(set())
+        again = self._reread(set())
         kept = tuple(y for y in self.scan.ys if not isinstance(y, DropVar))
-        return InScan(self.scan, (), kept, True, frozenset(), reread=again) if again else None
+        gone = frozenset(map(id, self.nest.merging)) if self.nest else frozenset[int]()
+        return InScan(self.scan, (), kept, True, gone, reread=again, nest=self.nest) if again else None
 
     def _reread(self, moving: Set[Var]) -> dict[int, Planned]:
         """Map the number of one of the scan's ``xs`` to how its rows are made of rows of leaves that move in the scan:
@@ -244,8 +262,10 @@ class Hoist:
             few = sum(nbytes(v.aval) for v in s.loads) <= 2 * nbytes(x.aval)
             if not large or not few or not all(map(needed.get, leads)) or not s.core.loads.issuperset(s.loads):
                 continue
-            if s.loads and self.nest:  # it would load a whole group
+            if s.loads and self.nest and not self.nest.hands_on([k]):  # it would load a whole group
                 continue
+            if s.loads and any(needed[v] and v not in moving and not is_host_aval(v.aval) for v in s.inputs):
+                continue  # with rows on the device beside them it is new parameters, which are on the device too
             rows = needed[leads[0]]
             if rows is None or any(self._is_divided(v, needed[v]) for v in s.loads):
                 continue
@@ -256,9 +276,10 @@ class Hoist:
 
     def _remade(self, eqn: Equation, needed: Mapping[Var, Rows | None], moving: Set[Var]) -> Dims | None:
         """Where an equation's operands have their rows, if the rows of its results are to be made again."""
-        if any(v in moving or is_host_aval(v.aval) or v in self._results for v in eqn.outvars):
+        dims = pulled(eqn, needed, self.scan.length)
+        if dims is None or any(v in moving or is_host_aval(v.aval) or v in self._results for v in eqn.outvars):
             return None
-        return pulled(eqn, needed, self.scan.length)
+        return dims
 
     def _is_divided(self, v: Var, d: Rows | None) -> bool:
         """Whether the rows of a variable are divided between devices."""
@@ -469,20 +490,19 @@ def _flow(eqns: Sequence[Equation], scan: Scan, at: int, claimed: Set[int]) -> _
         if others := [v for v in ins if v in later and v not in rows]:
             if eqn.primitive.name not in _HEAVY:
                 why = NEEDS_ALL if any(v in of_rows for v in others) else OF_THE_SCAN
-                flow.blocked.update(dict.fromkeys(rows, located(why, eqn)))
+                flow.blocked.update(dict.fromkeys(rows, located(why, eqn, eqns[at])))
             continue
         shape, dim = rows[0].aval.shape, flow.dims[rows[0]]
         known = {v: d for v in ins if v not in later and (d := rows_like(v.aval, shape, dim.dim)) is not None}
         if any(flow.known.get(v, d) != d for v, d in known.items()) or (known and dim.per_row > 1):
-            flow.blocked.update(dict.fromkeys(rows, located(MERGED, eqn)))
+            flow.blocked.update(dict.fromkeys(rows, located(MERGED, eqn, eqns[at])))
             continue
         dims = [None if isinstance(v, Literal) else flow.dims.get(v, known.get(v)) for v in eqn.invars]
         try:
             out, _ = rule_of(eqn, dims, Where(scan.length, shape, dim.dim))
         except Dependent as why:
             if eqn.primitive.name not in _HEAVY:
-                why = located(f"its update does not keep layers apart: {why}; keep it on the device with select=", eqn)
-                flow.blocked.update(dict.fromkeys(rows, why))
+                flow.blocked.update(dict.fromkeys(rows, located(_words(why), eqn, eqns[at])))
             continue
         if any(d is None for d in out):
             continue
@@ -495,6 +515,12 @@ def _flow(eqns: Sequence[Equation], scan: Scan, at: int, claimed: Set[int]) -> _
             elif d is not None:
                 flow.dims[v] = d
     return flow
+
+
+def _words(why: CannotHoist | Dependent) -> str:
+    if isinstance(why, CannotHoist):
+        return str(why)
+    return f"its update does not keep layers apart: {why}; keep it on the device with select="
 
 
 def _groups(eqn: Equation, groups: Var, layers: Sequence[Atom]) -> bool:
@@ -544,10 +570,11 @@ def pulled(eqn: Equation, needed: Mapping[Var, Rows | None], size: int, own: Set
 
     Equations of ``own`` run only once, so they may be expensive.
     """
+    if eqn.effects or not (_may_run_twice(eqn) or id(eqn) in own):
+        return None
     wanted = {v: needed[v] for v in eqn.outvars if v in needed}
     dims = {*wanted.values()}
-    cheap = _may_run_twice(eqn) or id(eqn) in own
-    if len(dims) != 1 or None in dims or not cheap or eqn.effects:
+    if len(dims) != 1 or None in dims:
         return None
     (dim,) = dims
     assert dim is not None

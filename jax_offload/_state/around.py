@@ -30,6 +30,7 @@ from jax.sharding import AbstractMesh, NamedSharding, Sharding
 from jax_offload._program import memory
 from jax_offload._program.arrays import is_array
 from jax_offload._program.paths import by_key
+from jax_offload._program.private import traces
 from jax_offload._program.shardings import Shardings, devices_of, same_sharding, sharding_of
 
 NESTED = (
@@ -210,7 +211,7 @@ def compiled_where_eager(like: Callable[..., Any]) -> Callable[[Callable[..., An
         def wrapper(*args: Any, **kwargs: Any) -> Any:
             leaves, treedef = jax.tree.flatten((args, kwargs))
             unhashable = not all(_is_operand(x) or isinstance(x, Hashable) for x in leaves)
-            if unhashable or any(isinstance(x, Tracer) for x in leaves) or memory.under_jit():
+            if unhashable or any(isinstance(x, Tracer) for x in leaves) or traces():
                 return fun(*args, **kwargs)
             given = tuple(None if _is_operand(x) else (type(x), x) for x in leaves)  # True == 1 == 1.0
             operands = [x for x, static in zip(leaves, given, strict=True) if static is None]

@@ -102,8 +102,8 @@ def place(policy: Policy, state: Any, params: Any) -> list[Leaf]:
         leaves.append(found)
     if asked and not any(asked):
         raise ValueError(
-            f"select: {policy.select!r} selects no leaf of the state, of the {len(asked)} that may move. A function is "
-            f"called with a parameter's path and a state leaf; the paths are {', '.join(names[:8])}. Fix: select some "
+            f"select: {policy.select!r} selects none of the {len(asked)} leaves that may move. A function is called "
+            f"with a parameter's path and a leaf; the paths are {', '.join(names[:8])}. Fix: select some "
             "of these, or write fraction=0 instead, which moves nothing."
         )
     hosts = _first_leaves(leaves, fractions, whole=False)

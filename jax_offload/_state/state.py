@@ -19,7 +19,7 @@ from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from jax_offload._disk.placeholder import brought, check_in_memory, is_on_disk
 from jax_offload._program import memory
-from jax_offload._program.arrays import is_like, nbytes
+from jax_offload._program.arrays import is_like
 from jax_offload._program.donation import guarded
 from jax_offload._program.jaxprs import Literal, jaxpr_of
 from jax_offload._program.own_primitives import marks_in
@@ -27,7 +27,7 @@ from jax_offload._program.paths import leaves_with_paths, owners
 from jax_offload._program.shardings import is_explicit, sharding_of, shards_of, typed_sharding, without_axes
 from jax_offload._state.arguments import AROUND, check_like, check_transformation
 from jax_offload._state.around import described
-from jax_offload._state.placement import Leaf, unmanaged
+from jax_offload._state.placement import Leaf, Policy, place, unmanaged
 from jax_offload._state.storage import (
     StoredState,
     decoded,
@@ -99,29 +99,35 @@ def to_device(state: Any) -> Any:
     return guarded(jax.tree.map(on_device, state, is_leaf=is_on_disk), state)
 
 
-def to_host(tx: Any, state: Any = None, params: Any = None) -> Any:
+def to_host(tx: Any, state: Any = None, params: Any = None, *, select: Any = None, fraction: Any = 1.0) -> Any:
     """Move every leaf of ``state`` to where ``tx`` keeps it; or, ``to_host(params)``, parameters to host memory.
 
     Use it after ``to_device``, to migrate a running resident job, or after pickle or NumPy. NumPy arrays that belong in
     host memory go there directly.
 
-    Parameters of stacked layers, ``params["layers"] = jo.to_host(params["layers"])``, may live in host memory under
-    ``jax_offload.jit``: its scans load them layer by layer.
+    Parameters of stacked layers may live in host memory under ``jax_offload.jit``, whose scans load them layer by
+    layer: ``params = jo.to_host(params, select="layers")``. What a step uses outside of scans, such as an embedding, it
+    loads as a whole; leave that on the device.
 
     Args:
       tx: a transformation with an ``offload`` anywhere inside it; or, alone, a tree of parameters, concrete, traced or
-        abstract. Its arrays of 64 KiB and more move to pinned host memory.
+        abstract. Its arrays of 64 KiB and more move to pinned host memory, as far as ``select`` and ``fraction`` say.
       state: the state of ``tx``, in any memory. Under ``jit``, donate it.
       params: the parameters, concrete or abstract. If they are left out, their tree is read off the state, as
         ``optax.tree.map_params`` does.
+      select: for parameters, which of them move, as ``jax_offload.offload(select=)`` says it of their state: regular
+        expressions searched in their paths, ``"layers"``; a pytree prefix with a bool for each subtree; or a function
+        of a path and a parameter.
+      fraction: for parameters, the share of these bytes that moves, or a pytree prefix with one for each subtree.
 
     Returns:
       A tree like ``state``, with its shapes and dtypes, each leaf in the memory in which ``tx`` keeps it; or one like
       the parameters.
 
     Raises:
-      TypeError: ``tx`` is not a transformation.
-      ValueError: the parameters' tree cannot be read off the state, or the state belongs to another optimizer.
+      TypeError: ``tx`` is not a transformation, or is one beside ``select`` or ``fraction``.
+      ValueError: the parameters' tree cannot be read off the state, or the state belongs to another optimizer;
+        ``select`` or ``fraction`` does not fit the parameters.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax, jax_offload as jo
@@ -132,7 +138,16 @@ def to_host(tx: Any, state: Any = None, params: Any = None) -> Any:
       'pinned_host'
     """
     if state is None and params is None and not issubclass(type(tx), (optax.GradientTransformation, optax.MultiSteps)):
-        return guarded(jax.tree.map(_in_host_memory, tx), tx)
+        policy = Policy(fraction, select, memory.DEFAULT_MIN_BYTES, None, None, None, "device", None)
+        leaves, treedef = jax.tree.flatten(tx)
+        moved = [_in_host_memory(x) if leaf.host else x for x, leaf in zip(leaves, place(policy, tx, tx), strict=True)]
+        return guarded(jax.tree.unflatten(treedef, moved), tx)
+    if select is not None or fraction != 1.0:
+        raise TypeError(
+            f"select, fraction: they say which parameters move, jo.to_host(params, select=...); got select={select!r} "
+            f"and fraction={fraction!r} beside a {type(tx).__name__}. Fix: leave them out, as tx says where its state "
+            "lives: jo.offload(..., select=...)."
+        )
     params = params_like(tx, state) if params is None else params
     # Tracers do not tell shardings: under jit the next update divides the leaves.
     traced = any(isinstance(x, Tracer) for x in jax.tree.leaves((state, params)))
@@ -158,9 +173,7 @@ _GIVE_PARAMS = (
 
 
 def _in_host_memory(x: Any) -> Any:
-    """Move a large array to pinned host memory; an abstract array gets that memory in its type."""
-    if not hasattr(x, "dtype") or not np.ndim(x) or nbytes(x) < memory.DEFAULT_MIN_BYTES:
-        return x
+    """Move an array to pinned host memory; an abstract array gets that memory in its type."""
     if isinstance(x, jax.ShapeDtypeStruct):
         place = memory.with_kind(x.sharding, memory.HOST_KIND) if x.sharding is not None else None
         return x if place is None else memory.abstract(x.shape, x.dtype, place, x.weak_type)

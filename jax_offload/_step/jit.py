@@ -23,8 +23,8 @@ from jax_offload._host.driver import Driven, places_of
 from jax_offload._program.donation import guarded
 from jax_offload._program.jaxprs import ClosedJaxpr, Jaxpr, jax_fun, variables
 from jax_offload._program.jaxprs import jit as jit_of_jax
-from jax_offload._program.memory import copy_on_host, is_host_aval, mesh_is_set, on_host, under_jit
-from jax_offload._program.private import is_transformed
+from jax_offload._program.memory import copy_on_host, is_host_aval, mesh_is_set, on_host
+from jax_offload._program.private import traces
 from jax_offload._rewrite.loaded import traced_step
 from jax_offload._rewrite.rewritten import is_driven, rewritten
 
@@ -111,9 +111,6 @@ class Undone:
         if jax.tree.leaves(result):
             return None
         return next((x for x in jax.tree.leaves(result, is_leaf=lambda x: isinstance(x, Undone))), None)
-
-    def is_traced(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-        return any(isinstance(x, Tracer) for x in jax.tree.leaves(_without(self.static, args, kwargs)))
 
     def run(
         self,
@@ -237,9 +234,10 @@ class Step:
     """
 
     def __init__(self, fun: Callable[..., Any], *, driven: bool = False, as_written: bool = False) -> None:
+        named = jit_of_jax(fun)  # jax has a name for every callable
         for name in functools.WRAPPER_ASSIGNMENTS:
-            if hasattr(fun, name):
-                setattr(self, name, getattr(fun, name))
+            if hasattr(named, name):
+                setattr(self, name, getattr(named, name))
         self._fun, self._driven, self._as_written = weakref.ref(fun), driven, as_written
         self.in_scan: bool | None = None  # whether the first trace has moved all its updates into scans
 
@@ -252,8 +250,7 @@ class Step:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         fun = self.__wrapped__
-        disabled = jax.config.jax_disable_jit  # pyright: ignore[reportAttributeAccessIssue]
-        if disabled or not is_transformed():  # jax looks for the first NaN
+        if not traces():  # jit is disabled, or jax looks for the operation that made a NaN
             return fun(*args, **kwargs)
         numbers = [i for i, x in enumerate(args) if _is_static(x)]
         named = {name: x for name, x in kwargs.items() if _is_static(x)}
@@ -304,8 +301,7 @@ class Jitted:
     """
 
     def __init__(self, fun: Callable[..., Any], options: dict[str, Any]) -> None:
-        jit_of_jax(fun, **options)  # it raises for options that it does not take
-        functools.update_wrapper(self, fun)
+        functools.update_wrapper(self, jit_of_jax(fun, **options))  # it raises for options that it does not take
         self.whole_step, self._called = _steps_of(fun)
         self.__wrapped__ = self.whole_step.__wrapped__  # which the steps do not keep alive
         self._options = options
@@ -343,20 +339,18 @@ class Jitted:
         return self._compiling(compiler_options(platform, in_scan=bool(self._called.in_scan)))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if under_jit():
+        if traces():
             return self._inner(*args, **kwargs)
         jitted = self._outermost(args, kwargs)
         if not (self._was_called or jax.config.jax_disable_jit):  # pyright: ignore[reportAttributeAccessIssue]
             self._was_called = True
             _warn_of_uncommitted(self.__wrapped__, jitted.trace(*args, **kwargs), args, kwargs)
-        # Only the trace is asked for if the program must not run: a driven step's program is empty, and would be given
-        # every argument that it keeps; under vmap or a derivative, jax may refuse the compiler's options.
-        around = is_transformed()
-        only_trace = around or self._options.get("keep_unused")
-        result = jitted.trace(*args, **kwargs).out_info if only_trace else jitted(*args, **kwargs)
+        # The program of a driven step is empty, and would be given every argument: only its trace is asked for.
+        keeps = self._options.get("keep_unused")
+        result = jitted.trace(*args, **kwargs).out_info if keeps else jitted(*args, **kwargs)
         undone = Undone.found_in(result)
-        if undone is None or undone.is_traced(args, kwargs):
-            return (self._inner if around else jitted)(*args, **kwargs) if only_trace else result
+        if undone is None:
+            return jitted(*args, **kwargs) if keeps else result
         compiling = self._compiling(compiler_options("cuda")), self._compiling(options_for_sending("cuda"))
         return undone.run(jitted, self._options, compiling, args, kwargs)
 

@@ -464,3 +464,32 @@ def test_types_that_are_wrong():
     assert jo.plan(ADAMW, {"w": 3.0})["resident"].parameters == 4
     with pytest.raises(TypeError, match=r"plan\(tx, params\) takes the parameters alone.* got 3 arguments"):
         jo.plan(ADAMW, {"w": jnp.ones((2, 2))}, 3)
+
+
+def test_parameters_in_host_memory():
+    """They count in host memory and on the link, and the resident row has them on the device."""
+    place = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    params = {"layers": (8, 512, 512), "head": (512, 64)}
+    params = {k: jax.ShapeDtypeStruct(s, "float32", sharding=place) for k, s in params.items()}
+    layers, head = 8 * 512**2 * 4, 512 * 64 * 4
+    there, loss = jo.to_host(params, select="layers"), lambda p, x: jax.lax.scan(layer, x, p["layers"])[0] @ p["head"]
+    layer = lambda x, w: (jnp.tanh(x @ w), None)  # noqa: E731
+    for own in (False, True):
+
+        def make(tx):
+            state = jo.abstract_state(tx, there)
+
+            def step(params, state, x):
+                grads = jax.grad(lambda p: loss(p, x).sum())(params)
+                return jo.update_params(tx, grads, state, params)
+
+            return step, there, state, jax.ShapeDtypeStruct((8, 512), "float32", sharding=place)
+
+        asked = (make, optax.adamw(1e-3)) if own else (optax.adamw(1e-3), there)
+        found = jo.plan(*asked, chip="h200", tokens_per_step=8)
+        away, resident = found["offload"], found["resident"]
+        assert (away.parameters, resident.parameters) == (head, layers + head)
+        assert (away.host, resident.host) == (3 * layers + 2 * head, 0)
+        assert away.loaded == 4 * layers + 2 * head and away.stored == 3 * layers + 2 * head
+        assert not {"cores", "disk"} & {row.name for row in found.options}
+        assert "8.00 MiB in host memory" in str(found), found

@@ -71,8 +71,8 @@ class Row:
         return " | ".join((self.model, f"{self.tokens} tokens", self.optimizer[0], self.way, where))
 
 
-def stack(layers: int, *shape: int) -> Callable[[], tuple[Tree, Any, Any]]:
-    loss = two_by_two if len(shape) == 3 else toy_loss
+def stack(layers: int, *shape: int, around: Callable[[Any], Any] = lambda loss: loss) -> Callable[[], Any]:
+    loss = around(two_by_two if len(shape) == 3 else toy_loss)
     params = {"w": (layers, *shape)}
     return lambda: (params, lambda tokens: ((tokens, shape[-1]), jnp.float32), loss)
 
@@ -135,6 +135,7 @@ MODELS: dict[str, tuple[Callable[[], tuple[Tree, Any, Any]], Any]] = {
     "24x4096^2 scanned": (stack(24, 4096, 4096), jnp.float32),
     "12x(2x4096^2) scanned": (stack(12, 2, 4096, 4096), jnp.float32),
     "24x4096^2 scanned, bfloat16": (stack(24, 4096, 4096), jnp.bfloat16),
+    "24x4096^2 scanned, a checkpoint around the loss": (stack(24, 4096, 4096, around=jax.checkpoint), jnp.float32),
     "24x4096^2 unrolled": (unrolled(24, 4096), jnp.float32),
     "12x4096^2 unrolled": (unrolled(12, 4096), jnp.float32),
     "12x4096^2 scanned": (stack(12, 4096, 4096), jnp.float32),
@@ -166,7 +167,7 @@ def three_in_a_scan(row: Row) -> tuple[Any, tuple[Any, ...]]:
 
 
 def of_microbatches(row: Row) -> tuple[Any, tuple[Any, ...]]:
-    """Four microbatches in a scan, turned round: the first one hosts the update."""
+    """Four microbatches in a scan. The last one hosts the update, or the first one if the step is turned round."""
     tx, params = row.optimizer[1](), {"w": array(12, 2, 4096, 4096)}
 
     def step(params: Tree, state: Tree, batches: Any) -> Any:
@@ -177,8 +178,10 @@ def of_microbatches(row: Row) -> tuple[Any, tuple[Any, ...]]:
         grads = jax.lax.scan(add, jax.tree.map(jnp.zeros_like, params), batches)[0]
         return jo.update_params(tx, grads, state, params)
 
-    args = params, jo.abstract_state(tx, params), array(4, row.tokens, 4096)
-    return jo.pipelined(step, donate_argnames=("params", "state")), args
+    wrap = jo.pipelined if row.way.startswith("pipelined") else jo.jit
+    state, away = jo.abstract_state(tx, params), row.way.endswith(AWAY)
+    args = jo.to_host(params) if away else params, state, array(4, row.tokens, 4096)
+    return wrap(step, donate_argnames=("params", "state")), args
 
 
 def of_a_moved_state(row: Row) -> tuple[Any, tuple[Any, ...]]:
@@ -196,9 +199,10 @@ def of_a_moved_state(row: Row) -> tuple[Any, tuple[Any, ...]]:
 
 
 MOVED = "16x4096^2 unrolled, the state moved to the device"
+MICROBATCHES = "12x(2x4096^2) scanned, four microbatches"
 STEPS: dict[str, Callable[[Row], tuple[Any, tuple[Any, ...]]]] = {
     "8x4096^2 scanned, three steps in a scan": three_in_a_scan,
-    "12x(2x4096^2) scanned, four microbatches": of_microbatches,
+    MICROBATCHES: of_microbatches,
     MOVED: of_a_moved_state,
 }
 RESIDENT = ("resident", lambda: ADAMW)
@@ -228,6 +232,7 @@ THIRD_ON_CORES = ("adamw, 0.3 on the cores", lambda: jo.offload(ADAMW, update_on
 HALF_ON_CORES = ("adamw, half on the cores", lambda: jo.offload(ADAMW, update_on=0.5))
 
 SCANNED, PAIRS = "24x4096^2 scanned", "12x(2x4096^2) scanned"
+AROUND = "24x4096^2 scanned, a checkpoint around the loss"
 LAYERS, TWELVE = "24x4096^2 unrolled", "12x4096^2 unrolled"
 MANY = 16384
 ROWS = [
@@ -286,6 +291,10 @@ ROWS = [
     Row("GPT 1.3B scanned", MANY, OFFLOAD, f"jo.jit{AWAY}"),
     Row("12x4096^2 scanned", 512, OFFLOAD, f"jo.jit{AWAY}", H200, "fsdp"),
     *(Row(PAIRS, MANY, CLIP, f"{way}{AWAY}") for way in ("pipelined", "pipelined, gradients on the host")),
+    *(Row(LAYERS, tokens, OFFLOAD, f"jo.jit{AWAY}") for tokens in (512, MANY)),
+    Row("GPT unrolled, bfloat16", MANY, OFFLOAD, f"jo.jit{AWAY}"),
+    *(Row(AROUND, MANY, OFFLOAD, f"jo.jit{away}") for away in ("", AWAY)),
+    *(Row(MICROBATCHES, MANY, OFFLOAD, f"jo.jit{away}") for away in ("", AWAY)),
     *KINDS,
 ]  # fmt: skip
 

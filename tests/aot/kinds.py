@@ -142,6 +142,19 @@ def skipped(wrap: Callable[[Any], Any]) -> Any:
     return step, (STACK, jo.abstract_state(tx, STACK), BATCH), (0, 1)
 
 
+def sharpness_aware(wrap: Callable[[Any], Any]) -> Any:
+    """The gradient is taken where the loss is worst nearby: two passes one after the other."""
+    tx = wrap(ADAMW)
+
+    def step(params: Tree, state: Tree, batch: Any) -> Any:
+        slope = jax.grad(loss_of(scanned))
+        up = slope(params, batch)
+        grads = slope(params + 0.05 * up / optax.tree.norm(up), batch)
+        return jo.update_params(tx, grads, state, params)
+
+    return step, (STACK, jo.abstract_state(tx, STACK), BATCH), (0, 1)
+
+
 # --- several updates -------------------------------------------------------------------------------------------------
 
 
@@ -180,6 +193,17 @@ def alternating(tx: Any, ty: Any) -> Any:
         return a, b, s, t
 
     return step
+
+
+def twice(wrap: Callable[[Any], Any]) -> Any:
+    tx = wrap(ADAMW)
+
+    def step(params: Tree, state: Tree, batches: Any) -> Any:
+        for k in range(2):
+            params, state = jo.update_params(tx, jax.grad(loss_of(scanned))(params, batches[k]), state, params)
+        return params, state
+
+    return step, (STACK, jo.abstract_state(tx, STACK), array(2, TOKENS, WIDTH)), (0, 1)
 
 
 def in_a_branch(tx: Any, ty: Any) -> Any:
@@ -249,9 +273,9 @@ def by_index(params: jax.Array, x: jax.Array) -> jax.Array:
 # --- gradients made elsewhere ----------------------------------------------------------------------------------------
 
 
-def data_parallel(inside: bool, wrap: Callable[[Any], Any]) -> Any:
+def data_parallel(inside: bool, inner: Any, wrap: Callable[[Any], Any]) -> Any:
     """Gradients made in a ``shard_map``, the update ``inside`` it or behind it."""
-    tx = wrap(ADAMW)
+    tx = wrap(inner)
     mesh = Mesh(np.array(jax.devices("cpu")[:4]), ("data",))
     whole, rows = NamedSharding(mesh, P(), memory_kind="device"), NamedSharding(mesh, P("data"), memory_kind="device")
     params = jax.ShapeDtypeStruct(STACK.shape, STACK.dtype, sharding=whole)
@@ -412,10 +436,12 @@ KINDS = [
     Kind("unrolled layers, clipped", one(loss_of(unrolled), UNROLLED, CLIPPED), "pipelined"),
     Kind("skip where a gradient is not finite", skipped),
     Kind("skip where a gradient is not finite", skipped, "pipelined"),
+    Kind("two passes for one update, as in SAM", sharpness_aware),
     Kind("microbatches in a scan", accumulated(False)),
     Kind("microbatches in a scan, with metrics", accumulated(True)),
     Kind("two networks, updated at once", pair(simultaneous)),
     Kind("two networks in turn, as in a GAN", pair(alternating)),
+    Kind("one network updated twice", twice),
     Kind("two networks, clipped separately", pair(simultaneous, CLIPPED), "pipelined"),
     Kind("one of two updates in a cond", pair(in_a_branch)),
     Kind("plain optax beside an offload", pair(simultaneous, other=optax.sgd(1e-3))),
@@ -428,8 +454,9 @@ KINDS = [
     Kind("a scan over pairs of layers", one(loss_of(of_two_kinds), {"a": STACK, "b": STACK})),
     Kind("a scan with unroll=2", one(loss_of(partial(scanned, unroll=2)))),
     Kind("fori_loop by index", one(loss_of(by_index))),
-    Kind("the whole step in a shard_map", partial(data_parallel, True)),
-    Kind("shard_map, the update outside", partial(data_parallel, False)),
+    Kind("the whole step in a shard_map", partial(data_parallel, True, ADAMW)),
+    Kind("shard_map, the update outside", partial(data_parallel, False, ADAMW)),
+    Kind("shard_map, the update outside, clipped", partial(data_parallel, False, CLIPPED), "pipelined"),
     Kind("gradients summed in a Ref", into_refs),
     Kind("optax.microbatch", microbatched),
     Kind("custom_vjp around the network", one(loss_of(custom))),

@@ -73,6 +73,34 @@ def test_one_jitted_update_that_is_called_twice_moves_twice():
     assert_close(got, want, 1e-3)
 
 
+@pytest.mark.parametrize("inner", [ADAMW, CLIPPED], ids=["adam", "clipped"])
+@pytest.mark.parametrize("order", ["in turn", "in turn, update_params", "both gradients first"])
+def test_one_state_updated_twice_in_a_step(order, inner, recwarn):
+    """Each update moves into the backward pass that makes its gradients, and loads what the first one has stored."""
+
+    def make(tx):
+        def step(params, state, batch):
+            slopes = [jax.grad(lambda p, x=x: (network(p["w"], x) * x).mean()) for x in (batch["x"], 2 * batch["x"])]
+            first = [] if "in turn" in order else [slope(params) for slope in slopes]
+            for k, slope in enumerate(slopes):
+                grads = first[k] if first else slope(params)
+                if "update_params" in order:
+                    params, state = jo.update_params(tx, grads, state, params)
+                else:
+                    updates, state = tx.update(grads, state, params)
+                    params = optax.apply_updates(params, updates)
+            return params, state, ()
+
+        return step
+
+    wide = committed(jax.random.normal(jax.random.key(0), (3, 128, 128)) / 24)  # rows that a scan loads again
+    batches = [{"x": jax.random.normal(jax.random.key(k), (4, 128))} for k in range(3)]
+    table = assert_as_plain(make, offloaded(inner), inner, params={"w": wide}, batches=batches)
+    assert not [str(w.message) for w in recwarn if "Please report" in str(w.message)]
+    if inner is ADAMW and "in turn" in order:
+        assert all(IN_BACKWARD in leaf.streams for leaf in table.leaves if leaf.host), table
+
+
 @pytest.mark.parametrize("share", ["host", 0.5])
 def test_the_cores_update_one_state_twice_in_a_step(share):
     def make(tx):

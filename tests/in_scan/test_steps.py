@@ -16,7 +16,9 @@ from jax.sharding import PartitionSpec as P
 import jax_offload as jo
 from tests.support.steps import (
     ADAMW,
+    CLIP,
     CLIPPED,
+    IN_BACKWARD,
     IN_FORWARD,
     LAYERS,
     WIDTH,
@@ -224,7 +226,7 @@ STEPS = {  # whether the update of the stack moves, or why it does not
     "the smallest gradient": (returning_the_smallest, True),
     "raveled gradients": (raveling, "merges its layers with other dimensions; scan over"),
     "several steps in one": (in_a_loop, True),
-    "two updates": (two_updates, "it moves to the host in this step"),
+    "two updates": (two_updates, True),
     "gradients in a Ref": (summed_in_a_ref, True),
     "layers by their number": (of_network(by_number), True),
     "backwards by their number": (of_network(lambda w, x: by_number(w, x, lambda k: LAYERS - 1 - k)), False),
@@ -513,10 +515,13 @@ def test_a_step_inside_a_shard_map(how):
 
 
 @OLDEST
-@pytest.mark.parametrize("how", ["", "check_vma", "two updates", "divided", "divided state"])
-def test_gradients_from_a_shard_map(how):
+@pytest.mark.parametrize("way", [jo.jit, jo.pipelined])
+@pytest.mark.parametrize("how", ["", "check_vma", "two updates", "clip outside", "divided", "divided state"])
+def test_gradients_from_a_shard_map(how, way):
     """An update outside of it moves inside, if each device has all of the gradients and of the state."""
-    mesh, tx = Mesh(np.array(jax.devices()[:4]), ("data",)), offloaded(ADAMW)
+    mesh, outside = Mesh(np.array(jax.devices()[:4]), ("data",)), how == "clip outside"
+    plain = CLIPPED if outside or way is jo.pipelined else ADAMW
+    tx = optax.chain(CLIP, offloaded(ADAMW)) if outside else offloaded(plain)
     check_vma, scatter = how == "check_vma", functools.partial(jax.lax.psum_scatter, scatter_dimension=1, tiled=True)
 
     def local(params, x):
@@ -542,13 +547,14 @@ def test_gradients_from_a_shard_map(how):
     where = P(None, "data") if how == "divided state" else P()
     params = {"layers": jax.device_put(parameters()["layers"], NamedSharding(mesh, where))}
     batches = [jax.device_put(batch(k)["x"], NamedSharding(mesh, P("data"))) for k in range(3)]
-    if "divided" in how:
+    if "divided" in how and way is jo.jit:
         (why,) = placement(jo.jit(make(tx)), tx, batches[0], params=params).stays
         assert why.startswith("its gradients are made inside a shard_map; call the update inside the same shard_map (")
         return
-    table = assert_as_plain(make, tx, ADAMW, params=params, batches=batches)
-    if how != "two updates" and not (check_vma and jax.__version_info__ < (0, 11)):
-        assert all_moved(table), table.stays
+    table = assert_as_plain(make, tx, plain, way, params=params, batches=batches)
+    stays = how == "two updates" or "divided" in how or (outside and way is jo.jit)
+    if not stays and not (check_vma and jax.__version_info__ < (0, 11)):
+        assert all_moved(table, IN_FORWARD if way is jo.pipelined else IN_BACKWARD), table
 
 
 # ---- lowered programs

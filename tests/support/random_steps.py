@@ -1224,7 +1224,7 @@ REFUSED: list[tuple[str, Callable[[Recipe, str], bool], str]] = [
         lambda r, m: r["further leaf"] in ("half", "integers") or "bfloat16" in r["dtype"],
         "tree, shapes and dtypes of the",
     ),
-    ("", lambda r, m: r["select"] is not None, "selects no leaf of the state"),
+    ("", lambda r, m: r["select"] is not None, "selects none of the"),
     ("", lambda r, m: bool(r["order"]), "order: no parameter's path matches"),
     ("pipelined, host", lambda r, m: True, "none that the update reads is a float array of 64 KiB"),
     ("pipelined, host", lambda r, m: in_a_branch(r), "Use gradients='device'"),

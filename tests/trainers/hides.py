@@ -18,6 +18,7 @@ import importlib
 import json
 import sys
 import tempfile
+import unittest.mock
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -189,10 +190,14 @@ def tunix(folder: Path, offloaded: bool) -> Made:
     mask = jnp.ones((CONTEXT, CONTEXT), bool)[None]
     positions = jnp.arange(CONTEXT)[None]
     trainer.with_gen_model_input_fn(lambda x: {**vars(x), "positions": positions, "attention_mask": mask})
-    step, _ = trainer.jit_train_and_eval_step()
+    with unittest.mock.patch.object(jax, "jit", jo.jit if offloaded else jax.jit):
+        step, _ = trainer.jit_train_and_eval_step()
     tokens = jnp.ones((TOKENS // CONTEXT, CONTEXT), jnp.int32)
     inputs = peft_trainer.TrainingInput(input_tokens=tokens, input_mask=jnp.ones_like(tokens))
-    return step.func, (*step.args, inputs)
+    with flax_nnx.graphlib.update_context(step.func):  # the arrays with which nnx.jit calls the jitted function
+        arrays, _ = step.func._get_pure_args_kwargs((*step.args, inputs), {})
+    CONTEXTS.append(lambda: flax_nnx.graphlib.update_context(step.func))
+    return step.func.jitted_fn, arrays
 
 
 PROGRAMS = {

@@ -150,3 +150,17 @@ def test_clipping_inside_is_maxtexts_outside(tmp_path_factory):
     losses, kinds, _ = run(configured(folder, **KINDS["scanned"], **OFFLOADED), *changed)
     np.testing.assert_allclose(losses, plain("clipped", folder), rtol=1e-5)
     assert kinds == [{"pinned_host"}] * STEPS
+
+
+def test_parameters_in_host_memory(tmp_path_factory):
+    """MaxText's own option puts them there, and a load of a layer into the scan's body."""
+    folder = tmp_path_factory.getbasetemp()
+    options = KINDS["scanned"] | {"param_scan_axis": 0}
+    expected = run(configured(folder, **options))[0]
+    options |= OFFLOADED | {"parameter_memory_host_offload": True}
+    losses, kinds, table = run(
+        configured(folder, **options), *changed_as_documented("jo.offload(tx, min_bytes=0)", "jo.jit")
+    )
+    assert_same_losses(losses, expected)
+    assert kinds == [{"pinned_host"}] * STEPS
+    assert "in the scan that reads the parameters" in table and "in the scan that makes their gradients" in table

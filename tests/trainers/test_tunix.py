@@ -5,6 +5,7 @@ On a mesh it shards the optimizer before the first step with bare specs, which m
 
 import contextlib
 import functools
+import unittest.mock
 import warnings
 
 import jax
@@ -121,7 +122,8 @@ def train(tx, shape, kind, *, steps=STEPS, folder=None, ahead=False):
         of = nnx.LoRAParam if kind == "lora" else nnx.Param
         state, params = nnx.as_pure(moved.opt_state), nnx.as_pure(nnx.state(trainer.model, of))
         nnx.update(moved.opt_state, nnx.state(jo.to_host(moved.tx, state, params)))
-        trainer.jit_train_and_eval_step(cache_nnx_graph=True)
+        with unittest.mock.patch.object(jax, "jit", jo.jit):
+            trainer.jit_train_and_eval_step(cache_nnx_graph=True)
     with mesh:
         trainer.train(batches(STEPS))
     return watch
