@@ -313,6 +313,87 @@ def test_one_compile_on_a_mesh(way, axes, sharding_of, optimizer, tmp_path):
         assert compiles() == before
 
 
+def calling_back(log):
+    """An optimizer that calls back about a gradient, and about a moment that it makes."""
+
+    def update(grads, state, params=None):
+        jax.debug.callback(lambda _: log.append("gradient"), grads.sum())
+        updates, state = inner().update(grads, state, params)
+        jax.debug.callback(lambda _: log.append("moment"), optax.tree.norm(state))
+        return updates, state
+
+    return optax.GradientTransformation(inner().init, update)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_callbacks_run_once_a_step(way, tmp_path):
+    """Those too of which nobody reads a result, before the update, in it and after it."""
+    log = []
+
+    def step(tx, p, s, x):
+        jax.debug.callback(lambda _: log.append("before"), x.sum())
+        p, s = plain(tx, p, s, x)
+        jax.debug.callback(lambda _: log.append("after"), p.sum())
+        return p, s
+
+    tx = offloaded(way, tmp_path, calling_back(log))
+    p = jax.device_put(jnp.eye(8), jax.devices()[0])
+    jax.block_until_ready(jo.jit(signature(step, tx))(p, tx.init(p), x_of(0))[0])
+    jax.effects_barrier()
+    assert sorted(log) == ["after", "before", "gradient", "moment"]
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_what_a_step_returns_is_nobody_elses(way, tmp_path):
+    """A result may be donated or deleted: it is no argument, no constant, and no other result."""
+    constant, tx = jnp.ones(3), offloaded(way, tmp_path)
+
+    def hands_on_twice(tx, p, s, x, y):
+        new, s = plain(tx, p, s, x)
+        return new, s, [new, p, x, x, y, y, constant]
+
+    p, x, y = jax.device_put((jnp.eye(8), x_of(0), jnp.ones(2)), jax.devices()[0])
+    step = jo.jit(signature(hands_on_twice, tx), donate_argnums=3)
+    new, _, results = step(p, tx.init(p), x, y)
+    assert y.is_deleted()
+    for k, result in enumerate(results):
+        result.delete()
+        assert not any(other.is_deleted() for other in (new, p, x, constant, *results[k + 1 :]))
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_arguments_on_two_devices(way, tmp_path):
+    """jax's error, about the user's arguments; one that the step does not read may be anywhere."""
+    tx = offloaded(way, tmp_path)
+    p, far = jax.device_put(jnp.eye(8), jax.devices()[0]), jax.device_put(jnp.ones(3), jax.devices()[1])
+    step = jo.jit(lambda p, s, x, far, use: (*plain(tx, p, s, x), far if use else x), static_argnums=4)
+    p, s, _ = step(p, tx.init(p), x_of(0), far, False)
+    assert p.sharding.device_set == {jax.devices()[0]}
+    with pytest.raises(ValueError, match=r"incompatible devices.*argument p of .*argument far of"):
+        step(p, s, x_of(0), far, True)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_constant_from_another_device(way, tmp_path):
+    tx, far = offloaded(way, tmp_path), jax.device_put(jnp.full(3, 2.0), jax.devices()[1])
+    p = jax.device_put(jnp.eye(8), jax.devices()[0])
+    *_, found = jo.jit(lambda p, s, x: (*plain(tx, p, s, x), far * x[0, 0]))(p, tx.init(p), np.ones((4, 8), np.float32))
+    assert found.sharding.device_set == {jax.devices()[0]}
+    np.testing.assert_array_equal(found, [2, 2, 2])
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_jax_finds_no_fault_in_the_programs(way, tmp_path, recwarn):
+    tx = offloaded(way, tmp_path)
+    p = jax.device_put(jnp.eye(8), jax.devices()[0])
+    jax.config.update("jax_enable_checks", True)
+    try:
+        jo.jit(signature(plain, tx), donate_argnums=(0, 1))(p, tx.init(jnp.copy(p)), x_of(0))
+    finally:
+        jax.config.update("jax_enable_checks", False)
+    assert not [str(w.message) for w in recwarn if "jax_offload" in str(w.message)]
+
+
 # ---- jo.jit itself --------------------------------------------------------------------------------------------------
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
 from jax_offload._disk.placeholder import Token
@@ -78,7 +79,8 @@ class Driven:
         self._files = files_of(unguarded(flat(step, any_jit=True)))
         found = staged(self._files.program, self._files.ends)
         self._options = options, for_sending
-        placed = places_of(args)
+        read = {*found.results, *(v for stage in found.stages for v in stage.reads)}
+        placed = places_of([x if v in read else None for v, x in zip(found.arguments, args, strict=False)])
         self._devices = {d for s in placed if s is not None for d in s.device_set} or {*ambient_sharding().device_set}
         if any(s.on_cores for s in found.stages):
             cores.cpu()  # an error now where there is none
@@ -111,7 +113,7 @@ class Driven:
 
     def __call__(self, args: Sequence[Any]) -> list[Any]:
         """Return the step's flat results, given its flat arguments."""
-        arrays = [*self._constants, *self._arrays(args)]
+        arrays = [*self.constants, *self._arrays(args)]
         given = dict(zip([*self._step.consts, *self._step.arguments], arrays, strict=False))
         times = Counter(map(id, arrays))
         for v in self._donated:  # which the caller gives twice, or hands on from a branch: only a copy is ours
@@ -146,8 +148,16 @@ class Driven:
         return [brought.get(k, x) for k, x in enumerate(xs)]
 
     @functools.cached_property
-    def _constants(self) -> list[Any]:
-        return self._arrays([x if isinstance(x, jax.Array) else np.asarray(x) for x in self._step.consts.values()])
+    def constants(self) -> list[Any]:
+        """What the step closes over, on its devices."""
+
+        def moved(x: Any) -> Any:
+            if not isinstance(x, jax.Array):
+                return np.asarray(x)
+            here = isinstance(x, Tracer) or not x.committed or x.sharding.device_set == self._devices
+            return x if here else jax.device_put(x, with_kind(self._everywhere, x.sharding.memory_kind))
+
+        return self._arrays([moved(x) for x in self._step.consts.values()])
 
     @property
     def first(self) -> tuple[Task, Callable[..., Sequence[Any]], Staged]:

@@ -134,6 +134,7 @@ class Staged:
                 self.stages += _grouped(GROUP, [*self._from_disk(update, each.slices)])
             return
         device, (first, *later) = _shares(update)
+        first, device = _made_once(first, device)
         if len(self.stages) == 1:
             self.in_turn = _gradients_in_turn(update, device, self.stages[0])
         self.on_device(BEFORE, first.prelude)
@@ -259,7 +260,7 @@ def staged(program: Program, ends: Mapping[Var, Ends]) -> Staged:
             raise stands_in(eqn, "update_on")
         else:
             step.add(localised(eqn), eqn)
-    if cut.after.outputs:
+    if cut.after.outputs or cut.after.jaxpr.effects:
         step.on_device("after", cut.after)
     outputs = {*variables(program.outputs)}
     step.scattered = {v: s for v, s in step.scattered.items() if v not in outputs}
@@ -287,9 +288,28 @@ def _shares(update: Update) -> tuple[Update, Sequence[Schedule]]:
     """Divide an update into the device's part, and the passes of the cores' part, by its plan."""
     cores = {v for p in update.planned if p.on_cores for v in p.slice.outputs}
     of_cores = [v in cores for v in update.program.outputs]
-    _, device = update.only([not own for own in of_cores])
+    silent = [eqn for eqn in update.program.eqns if not eqn.effects or any(map(_is_read, eqn.outvars))]
+    quiet = dataclasses.replace(update, program=dataclasses.replace(update.program, eqns=silent))
+    _, device = quiet.only([not own for own in of_cores])  # the cores' part calls back
     _, host = update.only(of_cores)
     return device.updated_by(cores=False), host.updated_by(cores=True).passes
+
+
+def _is_read(v: Var) -> bool:
+    return not isinstance(v, DropVar)
+
+
+def _made_once(cores: Schedule, device: Update) -> tuple[Schedule, Update]:
+    """Return the cores' first pass and the device's part, whose results that pass's prelude makes, such as a count."""
+    prelude = cores.prelude
+    made = {v for eqn in prelude.jaxpr.eqns for v in eqn.outvars}
+    both = [v for v in variables(device.program.outputs) if v in made]
+    if not both:
+        return cores, device
+    outputs = list(dict.fromkeys([*prelude.outputs, *both]))
+    prelude = slice_of([*prelude.jaxpr.eqns], outputs, prelude.jaxpr.debug_info, prelude.shards)
+    _, device = device.only([v not in made for v in device.program.outputs])
+    return dataclasses.replace(cores, prelude=prelude), device
 
 
 def _gradients_in_turn(update: Update, device: Update, pass_: Stage) -> list[Var]:

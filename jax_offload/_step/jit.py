@@ -8,8 +8,7 @@ import inspect
 import types
 import warnings
 import weakref
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence, Set
-from itertools import compress
+from collections.abc import Callable, Hashable, Mapping, Sequence, Set
 from typing import Any, cast
 
 import jax
@@ -22,9 +21,9 @@ from jax_offload._disk.placeholder import Token, is_on_disk
 from jax_offload._emit.find import in_one_scan
 from jax_offload._host.driver import Driven, places_of
 from jax_offload._program.donation import guarded
-from jax_offload._program.jaxprs import ClosedJaxpr, jax_fun
+from jax_offload._program.jaxprs import ClosedJaxpr, Jaxpr, jax_fun, variables
 from jax_offload._program.jaxprs import jit as jit_of_jax
-from jax_offload._program.memory import is_host_aval, mesh_is_set, on_host
+from jax_offload._program.memory import copy_on_host, is_host_aval, mesh_is_set, on_host
 from jax_offload._program.private import traces
 from jax_offload._rewrite.loaded import traced_step
 from jax_offload._rewrite.rewritten import is_driven, rewritten
@@ -136,10 +135,11 @@ class Undone:
         how = repr([options.get(name) for name in ("donate_argnums", "donate_argnames", "compiler_options")])
         key = how, tuple(map(self._same, places_of(leaves), map(np.ndim, leaves)))
         if key not in self.programs:
+            _check_devices(self.step.jaxpr, leaves)
             donated = [info.donated for info in jax.tree.leaves(jitted.trace(*args, **kwargs).args_info)]
             self.programs[key] = Driven(self.step, leaves, donated, *compiling), donated
         run, donated = self.programs[key]
-        results = _handed_over(run(leaves), compress(leaves, donated))
+        results = _nobody_elses(run(leaves), leaves, donated, run.constants)
         result = jax.tree.unflatten(self.result, map(run.committed, results))
         places = options.get("out_shardings")
         return result if places is None else _put(result, places)
@@ -151,18 +151,62 @@ class Undone:
         return None if place is None else self.shardings[place, ndim]
 
 
-def _handed_over(results: Sequence[Any], donated: Iterable[Any]) -> list[Any]:
-    """Replace donated arrays on the device among the results with new ones: ``jax.jit`` deletes donated arrays."""
-    given = {id(x) for x in donated}
-    same = {id(x): x for x in results if id(x) in given and isinstance(x, jax.Array) and not on_host(x)}
-    new = dict(zip(same, _renamed([*same.values()]), strict=True)) if same else {}
-    return [new.get(id(x), x) for x in results]
+def _nobody_elses(
+    results: Sequence[Any], given: Sequence[Any], donated: Sequence[bool], consts: Sequence[Any]
+) -> list[Any]:
+    """Replace results that are arguments, constants or each other with arrays of their own, as ``jax.jit`` does.
+
+    The memory of a donated argument is handed over: on the device to a new array, as ``jax.jit`` deletes the old one.
+    """
+    ours = {id(x) for x, own in zip(given, donated, strict=True) if own}
+    others = {id(x) for x in (*given, *consts)} - ours
+    found, renamed, copied = [*results], dict[int, jax.Array](), dict[int, jax.Array]()
+    for k, x in enumerate(results):
+        if not isinstance(x, jax.Array):
+            continue
+        if id(x) in others:
+            copied[k] = x
+        elif id(x) in ours and not on_host(x):
+            renamed[k] = x
+        others.add(id(x))
+    for arrays, renames in (copied, _copied), (renamed, _renamed):  # a donated array may be copied too
+        for k, x in zip(arrays, renames([*arrays.values()]) if arrays else (), strict=True):
+            found[k] = x
+    return found
+
+
+def _copied(arrays: list[jax.Array]) -> list[jax.Array]:
+    """Copy arrays, each in its memory."""
+    on_device = iter(_brought([x for x in arrays if not on_host(x)]))
+    return [copy_on_host(x) if on_host(x) else next(on_device) for x in arrays]
+
+
+@jit_of_jax
+def _brought(arrays: list[jax.Array]) -> list[jax.Array]:
+    """Return copies of arrays on the device."""
+    return arrays
 
 
 @functools.partial(jit_of_jax, donate_argnums=0)
 def _renamed(arrays: list[jax.Array]) -> list[jax.Array]:
     """Return the arrays as new arrays in the same memory."""
     return arrays
+
+
+def _check_devices(step: Jaxpr, leaves: Sequence[Any]) -> None:
+    """Raise the error of ``jax.jit`` if arguments that the step reads are committed to different devices."""
+    read = {*variables(step.outvars), *(v for eqn in step.eqns for v in variables(eqn.invars))}
+    names = step.debug_info.arg_names or [""] * len(leaves)
+    given = [(name, x) for v, name, x in zip(step.invars, names, leaves, strict=True)
+             if v in read and isinstance(x, jax.Array) and x.committed]  # fmt: skip
+    others = (each for each in given if each[1].sharding.device_set != given[0][1].sharding.device_set)
+    if (other := next(others, None)) is not None:
+        first, second = (
+            f"argument {name} of {step.debug_info.func_name} with shape {jax.typeof(x).str_short()} and with device "
+            f"ids {sorted(d.id for d in x.sharding.device_set)}"
+            for name, x in (given[0], other)
+        )
+        raise ValueError(f"Received incompatible devices for jitted computation. Got {first} and {second}.")
 
 
 def _put(tree: Any, places: Any) -> Any:
