@@ -173,7 +173,11 @@ _GIVE_PARAMS = (
 )
 
 
-_OF_A_STATE: dict[str, Any] = {"shard_over": None, "update_on": "device", "disk": None}  # what only a state has, by default
+_OF_A_STATE: dict[str, Any] = {
+    "shard_over": None,
+    "update_on": "device",
+    "disk": None,
+}  # what only a state has, by default
 
 
 def _in_host_memory(x: Any) -> Any:
