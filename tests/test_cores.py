@@ -88,7 +88,7 @@ SHARES = [
 @pytest.mark.parametrize(("inner", "donate"), [(CLIPPED, (0, 1)), (ADAMW, (0, 1)), (ADAMW, ())])
 def test_a_driven_step_is_the_step(inner, donate, share):
     """Updates one after the other, each compared with the plain one of the same state."""
-    tx, params = offload(inner, share), model()
+    tx, params = offload(inner, share), jax.tree.map(copied, model())  # of the type that copies have
     step, plain, state = jo.jit(step_of(tx), donate_argnums=donate), jax.jit(step_of(inner)), tx.init(params)
     for _ in range(2):
         want = plain(params, jo.to_device(state), X)

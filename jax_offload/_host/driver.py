@@ -155,7 +155,7 @@ class Driven:
             if not isinstance(x, jax.Array):
                 return np.asarray(x)
             here = isinstance(x, Tracer) or not x.committed or x.sharding.device_set == self._devices
-            return x if here else jax.device_put(x, with_kind(self._everywhere, x.sharding.memory_kind))
+            return x if here else jax.device_put(x, with_kind(self._everywhere, str(x.sharding.memory_kind)))
 
         return self._arrays([moved(x) for x in self._step.consts.values()])
 

@@ -1,8 +1,9 @@
 """Decide where each part of a whole step runs, with its updates inlined. Nothing is emitted here.
 
 For each scan it tries the policies one after the other: run updates in the scan that makes their gradients
-(``Hoist.into_backward``), only load parameters by rows (``Hoist.streaming``), run updates in the scan that reads their new
-parameters (``Hoist.into_forward``). If no scan takes an update, gates may hold its pieces between the passes. To add a policy:
+(``Hoist.into_backward``), only load parameters by rows (``Hoist.streaming``), run updates in the scan that reads their
+new parameters (``Hoist.into_forward``). If no scan takes an update, gates may hold its pieces between the passes. To
+add a policy:
 
 1. Add a method to ``Hoist`` (``_schedule/hoist.py``) that returns an ``InScan``, or ``None`` and the reasons, and call
    it beside the others. A reason ends with a fix; ``placement`` prints it.

@@ -1,9 +1,9 @@
 """Find the parts of an update that can run inside a scan of the step, on one row in each iteration.
 
 The results of a scan are stacked: row i is from iteration i. An update that keeps rows apart needs no more of a stacked
-gradient than the row of the layer that it updates, so it can run where that row is made (``into_backward``); then the stack
-never exists. Where a step begins with the update for the gradients of the batch before, it can run where the forward
-pass first reads the new row (``into_forward``), while the state of the neighboring layers moves.
+gradient than the row of the layer that it updates, so it can run where that row is made (``into_backward``); then the
+stack never exists. Where a step begins with the update for the gradients of the batch before, it can run where the
+forward pass first reads the new row (``into_forward``), while the state of the neighboring layers moves.
 """
 
 from __future__ import annotations
