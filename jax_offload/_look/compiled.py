@@ -134,7 +134,7 @@ def compiled(step: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], target
         step, args, carried = step.turned(*args, **kwargs)
         whole = step.trace(*args)
         return _lowered(whole, (args, {}), to, _given(whole, carried=carried), _options(step, whole, args, {}, to))
-    step, args, kwargs = jitted(*opened(step, args, kwargs))
+    step, args, kwargs = jitted(*opened(step, *jax.tree.map(in_its_memory, (args, dict(kwargs)))))
     given, whole = (args, dict(kwargs)), step.trace(*args, **kwargs)
     if isinstance(step, Jitted) and any(map(holds_driven_update, whole.jaxpr.jaxpr.eqns)):
         return _first_program(step, given, whole, to)

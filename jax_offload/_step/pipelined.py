@@ -8,6 +8,7 @@ it would see in the plain loop. In return the gradients live from one call to th
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import operator
 from collections.abc import Callable, Mapping, Sequence
@@ -242,7 +243,8 @@ class Pipelined:
         """Return the call as jax compiles it, its arguments, and the types of the carried values, for ``inspect``.
 
         Args:
-          *args, **kwargs: the arguments of a call, or of the original step, which may be abstract.
+          *args, **kwargs: the arguments of a call, the first or a later one, or of the original step, which may be
+            abstract.
 
         Raises:
           TypeError: the arguments fit neither.
@@ -263,6 +265,9 @@ class Pipelined:
         try:
             given = self._signature.bind(*args, **kwargs).arguments
         except TypeError as error:
+            with contextlib.suppress(TypeError, IndexError):  # of a first call
+                rest = self._rest.bind(*args[1:], **kwargs).arguments
+                return self._carried(args[0]), *self._parted(rest)
             raise TypeError(
                 f"{error}: expected the step's arguments, {', '.join(self._signature.parameters)}, or a carry and the "
                 "others."

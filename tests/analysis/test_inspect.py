@@ -71,6 +71,17 @@ def test_a_cpu_s_table_does_not_say_that_nothing_is_in_host_memory():
     assert "0.00" not in printed.split("pinned host memory")[1]
 
 
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("jit", [jax.jit, jo.jit])
+def test_abstract_arguments_are_where_their_shardings_say(jit):
+    tx = jo.offload(optax.adamw(1e-3), min_bytes=0)
+    params = {"w": jax.device_put(jnp.ones((64, 64)), jax.devices()[0])}
+    given = params, tx.init(params), jnp.ones((8, 64))
+    abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), given)
+    step = jit(step_of(tx, lambda p, x: jnp.mean((x @ p["w"]) ** 2), update_params=True), donate_argnums=(0, 1))
+    assert jo.verify(step, *abstract).peak == jo.verify(step, *given).peak
+
+
 @pytest.mark.filterwarnings("ignore:offload\\(\\)")  # of the state that has been moved
 @pytest.mark.parametrize("jit", [jax.jit, jo.jit])
 def test_an_offload_that_is_given_a_resident_state_on_a_cpu(jit):
@@ -310,7 +321,8 @@ def test_a_pipelined_step_of_a_carry():
     batch, state = jnp.ones((8, 64)), tx.init(params)
     carry, _ = train((params, state), batch)
     report = jo.verify(train, carry, batch)
-    assert report.peak == jo.inspect(train, params, state, batch).peak
+    given = params, state
+    assert report.peak == jo.inspect(train, *given, batch).peak == jo.inspect(train, given, batch).peak
     params, state = train.finish(train(carry, batch)[0])  # it was not used
     with pytest.raises(ValueError, match=r"mu/w000: .* arrive in device memory"):
         jo.verify(train, params, jo.to_device(state), batch)
