@@ -236,6 +236,8 @@ def test_moments_that_an_update_makes_in_another_dtype(tmp_path):
 def test_options(tmp_path, disk):
     with pytest.raises(TypeError, match=r"disk: expected a jo.disk\(directory"):
         jo.offload(CLIPPED, disk=str(tmp_path))
+    with pytest.raises(TypeError, match=r"got True. Fix: disk=jo.disk\('/nvme/run'\)"):
+        jo.offload(CLIPPED, disk=True)
     for options in ({"update_on": "host"}, {"fraction": 0}):
         with pytest.raises(ValueError, match=r"disk: .* Fix: leave one"):
             jo.offload(CLIPPED, disk=disk, **options)

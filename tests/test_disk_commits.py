@@ -260,7 +260,12 @@ def test_what_is_no_disk(tmp_path):
     for wrong in (["/a", "/b"], 2**30, b"/a", None):
         with pytest.raises(TypeError, match=r"directory: expected a path, jo\.disk\('/nvme/run'\).*; got .*Fix: "):
             jo.disk(wrong)
-    for wrong, says in (("", "got an empty path. Fix"), ("~nobody-of-that-name/x", "is in no home: .*Fix")):
+    no_paths = {
+        "": "got an empty path. Fix",
+        "~nobody-of-that-name/x": "is in no home: .*Fix",
+        "gs://a/b": "local drive",
+    }
+    for wrong, says in no_paths.items():
         with pytest.raises(ValueError, match=f"directory: .*{says}"):
             jo.disk(wrong)
     wrong = [

@@ -254,6 +254,8 @@ def test_bad_input():
         jo.with_master_params(ADAMW, jnp.float16).init(parameters())
     with pytest.raises(TypeError, match=r"with_master_params.* already"):
         jo.with_master_params(jo.with_master_params(ADAMW))
+    with pytest.raises(ValueError, match="low_bits: expected True or False; got 'yes'"):
+        jo.with_master_params(optax.adam(1e-3), low_bits="yes")
     with pytest.raises(ValueError, match="low_bits: completes bfloat16 to float32"):
         jo.with_master_params(ADAMW, jnp.bfloat16, low_bits=True)
     with pytest.raises(ValueError, match="got one of float16"):

@@ -422,6 +422,8 @@ def _path(given: Any) -> Path:
         )
     if not path:
         raise ValueError("directory: got an empty path. Fix: '.' is where the process is; is a variable not set?")
+    if "://" in path:
+        raise ValueError(f"directory: {path!r} is not on this machine. Fix: a directory on a local drive, '/nvme/run'.")
     try:
         return Path(path).expanduser().absolute()
     except RuntimeError as error:  # there is no such user

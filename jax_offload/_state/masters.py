@@ -96,6 +96,8 @@ def with_master_params(
         given, dtype = dtype, jnp.dtype(bool)
     if not jnp.issubdtype(dtype, jnp.floating):
         raise ValueError(f"dtype: expected a floating dtype for master parameters, got {given!r}.")
+    if not isinstance(low_bits, bool):
+        raise ValueError(f"low_bits: expected True or False; got {low_bits!r}.")
     if low_bits and dtype != jnp.float32:
         raise ValueError(f"low_bits: completes bfloat16 to float32, so dtype must be float32; got {dtype}.")
     inner = optax.with_extra_args_support(inner)

@@ -9,6 +9,7 @@ import dataclasses
 import inspect
 import warnings
 from collections.abc import Callable, Hashable, Sequence
+from pathlib import PurePath
 from typing import Any
 
 import jax
@@ -302,9 +303,8 @@ class Policy:
         for name, said in checked.items():
             object.__setattr__(self, name, said)
         if self.disk is not None and not isinstance(self.disk, Disk):
-            raise TypeError(
-                f"disk: expected a jo.disk(directory, ...), got {self.disk!r}. Fix: disk=jo.disk({self.disk!r})."
-            )
+            named = repr(self.disk) if isinstance(self.disk, str | PurePath) else "'/nvme/run'"
+            raise TypeError(f"disk: expected a jo.disk(directory, ...), got {self.disk!r}. Fix: disk=jo.disk({named}).")
         if self.fraction == 0 and (self.update_on != 0 or self.disk is not None):
             name = "update_on" if self.disk is None else "disk"
             raise ValueError(f"{name}: with fraction=0 nothing leaves the device. Fix: leave one of them out.")
