@@ -273,9 +273,8 @@ def through_checkpoint(params: Any, x: Any) -> Any:
 
 
 def in_groups(params: Any, x: Any) -> Any:
-    """Recompute two layers at a time, whose inputs alone are kept."""
+    """Scan over groups of two layers."""
 
-    @jax.checkpoint
     def group(x: Any, layers: Any) -> Any:
         return jax.lax.scan(lambda x, w: (jax.checkpoint(plain)(x, w), None), x, layers)[0]
 
