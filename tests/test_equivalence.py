@@ -4,6 +4,7 @@ import contextlib
 import functools
 import itertools
 
+import jax
 import pytest
 
 from tests.support.random_steps import FIELDS, MODES, OPTIMIZERS, Refused, complete, differences, odd, reference
@@ -51,6 +52,8 @@ def _plain(inner):
 def test_equals_plain_optax(inner, mode):
     """Values, types, memory kinds and deletion of four steps, clipped by the global norm."""
     want = _plain(inner)
+    if isinstance(want, Exception) and _step(inner)["mesh"] == "explicit" and jax.__version_info__ < (0, 11):
+        pytest.skip(f"jax 0.10 does not run the plain step on a mesh with Explicit axes: {want}")
     assert not isinstance(want, Exception), want
     pieces = FIELDS["pieces"][(inner + mode) // 2 % 2]
     r = _step(inner) | {"form": FIELDS["form"][(inner + mode) % 2], "pieces": pieces, "window": WINDOWS[inner % 3]}
