@@ -167,7 +167,7 @@ def test_numpy_goes_to_host_memory_of_the_parameters_devices():
 
 def documented():
     """The rows of the table in docs/state.md: what is written, what jax says, what to write."""
-    text = (Path(__file__).parent.parent / "docs" / "state.md").read_text().split("## What JAX says")[1].split("##")[0]
+    text = (Path(__file__).parent.parent / "docs" / "state.md").read_text().split("## JAX's errors")[1].split("##")[0]
     rows = [line.strip("|").split(" | ") for line in text.splitlines() if line.startswith("| ")][1:]
     return [[re.findall(r"``(.+?)``|`([^`]+)`", cell) for cell in row] for row in rows]
 

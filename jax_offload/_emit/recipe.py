@@ -173,11 +173,12 @@ def _shards(options: Options, updates: Any, state: Any, params: Any) -> list[Sha
     """Return how every leaf of (updates, state, params) is divided, where that is known."""
     like = updates if params is None else params
     flat = jax.tree_util.tree_flatten_with_path(like)[0]
-    own = {path: shards_of(options.shardings.get(key_of(path)), np.shape(x)) for path, x in flat}
-    shapes = {path: np.shape(x) for path, x in flat}
-    sharded = {path: shards_of(s, shapes[path]) for path in own if (s := options.partitions.get(key_of(path)))}
+    own = [shards_of(options.shardings.get(key_of(path)), np.shape(x)) for path, x in flat]
+    partitions = [options.partitions.get(key_of(path)) for path, _ in flat]
+    sharded = [mine if s is None else shards_of(s, np.shape(x))
+               for s, mine, (_, x) in zip(partitions, own, flat, strict=True)]  # fmt: skip
     found: list[Shards | None] = []
-    for tree, known in (updates, own | sharded), (state, own | sharded), (params, own):
+    for tree, known in (updates, sharded), (state, sharded), (params, own):
         for (path, x), i in zip(leaves_with_paths(tree), owners(tree, like), strict=True):
             typed = typed_sharding(jax.typeof(x)) if is_array(x) else None
             if typed is not None and is_explicit(typed.mesh):
@@ -185,7 +186,7 @@ def _shards(options: Options, updates: Any, state: Any, params: Any) -> list[Sha
             elif i is None or not is_like(keystr(path), np.shape(x), np.shape(flat[i][1])):
                 found.append(None)
             else:
-                shards = known[flat[i][0]]
+                shards = known[i]
                 # what does not divide evenly, scales of blocks, is not divided: see `fitted`
                 found.append(tuple(k if n % k == 0 else 1 for n, k in zip(np.shape(x), shards, strict=True)))
     return found
