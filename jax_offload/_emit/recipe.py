@@ -352,7 +352,7 @@ def old_where(skip: jax.Array | None, old: Any, new: Any) -> Any:
 
     def chosen(old: Any, new: Any) -> Any:
         kept = to_device(old)
-        if jnp.promote_types(old.dtype, new.dtype) != new.dtype:  # not always: a cast drops a weak type
+        if old.dtype != new.dtype and jnp.promote_types(old.dtype, new.dtype) != new.dtype:  # a cast drops a weak type
             kept = kept.astype(new.dtype)
         x = jnp.where(skip, kept, to_device(new))
         return to_host(x) if on_host(new) else x
