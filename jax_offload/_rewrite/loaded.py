@@ -59,19 +59,23 @@ def _with_loads(
             return fun(*(x if k in static else loaded(x) for k, x in enumerate(args)), **loaded(kwargs))
 
     closed, result = jaxpr_of(run, *args, static=static, named=named)
-    return _returned_to_host(closed), result
+    results = jax.tree.unflatten(result, closed.jaxpr.outvars)
+    states = [is_state(x) for x in jax.tree.leaves(results, is_leaf=is_state) for _ in jax.tree.leaves(x)]
+    return _returned_to_host(closed, states), result
 
 
-def _returned_to_host(closed: ClosedJaxpr) -> ClosedJaxpr:
+def _returned_to_host(closed: ClosedJaxpr, states: Sequence[bool]) -> ClosedJaxpr:
     """Let a step return to host memory the next value of each argument that it loads.
 
     Among the results of the argument's type that elementwise arithmetic makes of it, that is the one made by an update,
-    of the fewest other arguments, and first: the new parameters rather than an average or a copy of them.
+    of the fewest other arguments, and first: the new parameters rather than an average or a copy of them. ``states``
+    says which results belong to an optimizer's state, which knows its own memory.
     """
     program = flat(closed)
     loads = {eqn.outvars[0]: eqn.invars[0] for eqn in program.eqns if is_load(eqn)}
     bits = {x: UPDATED << (k + 1) for k, x in enumerate(program.inputs)}
-    masks = {v: m for v, m in zip(program.outputs, origins_of(program, bits), strict=True) if isinstance(v, Var)}
+    made_of = zip(program.outputs, origins_of(program, bits), states, strict=True)
+    masks = {v: m for v, m, of_state in made_of if isinstance(v, Var) and not of_state}
     updated = any(mask & UPDATED for mask in masks.values())
     made = {v: k for k, eqn in enumerate(program.eqns) for v in eqn.outvars}
     new, outputs = Builder([*program.eqns]), dict[Atom, Atom]()
