@@ -46,7 +46,7 @@ class Case:
       plain, ours: the optimizer.
       dtype: the dtype of the parameters.
       jits: what jits the step.
-      layers: whether the gradients are those of unrolled layers. If not, they cost next to nothing.
+      layers: whether to make the gradients by a backward pass through unrolled layers, or by cheap arithmetic.
     """
 
     plain: optax.GradientTransformation

@@ -85,7 +85,7 @@ def test_under_a_limit_that_the_state_in_memory_does_not_fit(tmp_path):
 
 
 def start(folder, what, *args, many=2):
-    """As many processes of tests/support/disk_of_processes.py."""
+    """Run this many processes of tests/support/disk_of_processes.py."""
     own = lambda i, port: ([what, folder, many, i, port, *args], {})  # noqa: E731
     return processes.start(folder, many, "disk_of_processes", own)
 
@@ -130,7 +130,7 @@ def test_killed(tmp_path):
 
 @pytest.mark.long("starts processes")
 def test_a_commit_that_fails_in_one(tmp_path):
-    """An error in one is an error in both, and which directories are not of one run is said."""
+    """An error in one process is an error in both, and it names directories that belong to different runs."""
     ended(tmp_path, start(tmp_path, "committing"))
 
 

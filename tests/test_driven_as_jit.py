@@ -328,7 +328,7 @@ def calling_back(log):
 
 @pytest.mark.parametrize("way", WAYS)
 def test_callbacks_run_once_a_step(way, tmp_path):
-    """Those too of which nobody reads a result, before the update, in it and after it."""
+    """Before, inside and after the update, even if nothing reads their results."""
     log = []
 
     def step(tx, p, s, x):
@@ -346,7 +346,7 @@ def test_callbacks_run_once_a_step(way, tmp_path):
 
 @pytest.mark.parametrize("way", WAYS)
 def test_what_a_step_returns_is_nobody_elses(way, tmp_path):
-    """A result may be donated or deleted: it is no argument, no constant, and no other result."""
+    """The caller may donate or delete a result, because it is neither an argument, a constant nor another result."""
     constant, tx = jnp.ones(3), offloaded(way, tmp_path)
 
     def hands_on_twice(tx, p, s, x, y):
@@ -364,7 +364,7 @@ def test_what_a_step_returns_is_nobody_elses(way, tmp_path):
 
 @pytest.mark.parametrize("way", WAYS)
 def test_arguments_on_two_devices(way, tmp_path):
-    """jax's error, about the user's arguments; one that the step does not read may be anywhere."""
+    """jax's own error names the user's arguments; an argument that the step does not read may be anywhere."""
     tx = offloaded(way, tmp_path)
     p, far = jax.device_put(jnp.eye(8), jax.devices()[0]), jax.device_put(jnp.ones(3), jax.devices()[1])
     step = jo.jit(lambda p, s, x, far, use: (*plain(tx, p, s, x), far if use else x), static_argnums=4)

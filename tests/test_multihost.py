@@ -32,7 +32,7 @@ def by_slurm(port, many, i):
 
 
 def start(folder, many, launcher, *args, module="multihost"):
-    """What each of so many processes of a module in tests/support reports."""
+    """Return what each of ``many`` processes of a module in tests/support reports."""
 
     def report(i):
         return folder / f"{i}-of-{many}.json"

@@ -133,7 +133,7 @@ MASTERS = lambda lr: jo.with_master_params(optax.adamw(lr))  # noqa: E731
     [(CLIPPED, jnp.float32, True), (CLIPPED, jnp.float32, False), (MASTERS, jnp.bfloat16, True)],
 )
 def test_values_placement_and_buffers(make, dtype, donated, kernels):
-    """Those of other optimizers: tests/test_equivalence.py."""
+    """tests/test_equivalence.py covers other optimizers."""
     inner = make(rate(1e-3))
     tx = jo.offload(inner, min_bytes=0, update_on="host")
 

@@ -97,8 +97,8 @@ def in_one_scan(step: Any) -> bool:
 
 
 def _use_buffers_again(eqns: Sequence[Equation]) -> bool:
-    """Whether a loop hands large results to a later one, when what loops before it handed on has been read: several
-    forward and backward passes one after the other. Concurrent graphs would keep the activations of all of them."""
+    """Whether several forward and backward passes run one after the other: a loop hands large results to a later one
+    after everything from earlier loops has been read. Concurrent graphs would keep the activations of all passes."""
     loops = [eqn for eqn in eqns if is_loop(eqn) or eqn.primitive is REGION]
     last = {v: k for k, eqn in enumerate(loops) for v in variables(eqn.invars)}
     lives = [

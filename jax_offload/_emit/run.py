@@ -115,7 +115,7 @@ class SliceRunner:
         env.update(zip(p.slice.outputs, self._run(p, [env[v] for v in p.slice.inputs]), strict=True))
 
     def equations(self, p: Planned) -> ClosedJaxpr:
-        """Trace a slice: its inputs are the slice's operands. Of slices that are alike only the first is traced."""
+        """Trace a slice. Only the first of several slices that are alike is traced."""
         s, kind = p.slice, self._kind.get(id(p))
         if (first := self._traced.get(kind)) is not None:
             return self._named(first, s)

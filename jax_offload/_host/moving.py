@@ -183,7 +183,7 @@ class Moves:
       reads: variable that is read -> its part of a leaf.
       writes: variable -> the parts of leaves that are its values.
       now: for each task, what it reads.
-      ahead: for each task, the leaves to start reading: its own, and those of the next tasks that use files.
+      ahead: for each task, the leaves to start reading, for itself and for the next tasks that use files.
       waiting: for each task, how many groups of writes may be under way beside it; the pass waits for none.
       due: for each task, the results that can be written after it.
     """

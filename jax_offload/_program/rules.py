@@ -126,7 +126,7 @@ def resized(eqn: Equation, param: str, to: Rows) -> Run:
 
 
 def without_rows(eqn: Equation) -> Answer:
-    """Answer that the results have no rows: they are the same for every chunk."""
+    """Say that no result has rows, because each is the same for every chunk."""
     return [None] * len(eqn.outvars), unchanged(eqn)
 
 

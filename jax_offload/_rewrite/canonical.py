@@ -88,7 +88,7 @@ def dereferenced(program: Program, *, any_jit: bool = False) -> Program:
 
 
 def _opened(program: Program) -> Program:
-    """Inline each ``jax.checkpoint`` that scans over rows of parameters, as one around a whole loss does."""
+    """Inline each ``jax.checkpoint`` that contains a scan over rows of parameters, such as one around a whole loss."""
     updates = [eqn for eqn in program.eqns if is_update(eqn)]  # the body of a loop has none
     read = {v for eqn in updates for v in variables(eqn.invars)} if updates else {*program.inputs}
     made = {v for eqn in updates for v in eqn.outvars}
@@ -535,7 +535,7 @@ def _on_the_device(new: Builder, eqn: Equation, operands: list[Atom]) -> Sequenc
 
 
 def made_cheaply(eqns: Sequence[Equation], start: Iterable[Var] = ()) -> set[Var]:
-    """The values that are loaded from host memory as a whole, those of ``start``, and cheap functions of them."""
+    """Return ``start``, the values that are loaded whole from host memory, and cheap functions of both."""
     found = {*start}
     for eqn in eqns:
         ins = variables(eqn.invars)

@@ -260,7 +260,7 @@ def _between_passes(step: Inlined, nodes: Sequence[Node]) -> tuple[list[Node] | 
 def _loaded_where_read(step: Inlined, nodes: Sequence[Node], outputs: Sequence[Var]) -> list[Node]:
     """Load each parameter in host memory where a pass reads it, and again where a pass reads it much later.
 
-    Gates hold these loads as they hold those of a state. A pass reads a leaf much later if others were loaded since.
+    Gates hold these loads like loads of a state. A leaf is loaded again if others have been loaded since.
     """
     loads = [node.payload for node in nodes if isinstance(node.payload, Equation) and is_load(node.payload)]
     large = {id(eqn): n for eqn in loads if (n := nbytes(eqn.outvars[0].aval)) >= LEAST_ROW}

@@ -131,7 +131,7 @@ class InScan:
 
     @property
     def loads_again(self) -> set[Var]:
-        """The ``xs`` of which the scan needs only the rows that it loads."""
+        """The ``xs`` that the scan does not need as a whole, because it loads their rows."""
         read = {*variables([*self.scan.consts, *self.scan.init])}
         apart = {*variables(x for k, x in enumerate(self.scan.xs) if k not in self.reread)}
         return {*variables(self.scan.xs)} - read - apart

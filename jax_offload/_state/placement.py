@@ -210,7 +210,7 @@ def _with_disk(leaves: list[Leaf], host_bytes: int) -> list[Leaf]:
 
 
 def _in_order(leaves: Sequence[Leaf], chosen: Sequence[int], *, whole: bool) -> list[list[int]]:
-    """Group the chosen leaves, those of a parameter together if ``whole``, in the order of the backward pass."""
+    """Group the chosen leaves in the order of the backward pass; with ``whole``, one group for each parameter."""
     found: dict[Hashable, list[int]] = {}
     for k in sorted(chosen, key=lambda k: leaves[k].rank):
         owner = leaves[k].owner if whole else None

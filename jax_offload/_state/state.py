@@ -145,7 +145,7 @@ def to_host(tx: Any, state: Any = None, params: Any = None, *, select: Any = Non
         return guarded(jax.tree.unflatten(treedef, [_in_host_memory(x) if leaf.host else x for x, leaf in pairs]), tx)
     if select is not None or fraction != 1.0:
         raise TypeError(
-            f"select, fraction: they say which parameters move, jo.to_host(params, select=...); got select={select!r} "
+            f"select, fraction: choose which parameters move, jo.to_host(params, select=...); got select={select!r} "
             f"and fraction={fraction!r} beside a {type(tx).__name__}. Fix: leave them out, as tx says where its state "
             "lives: jo.offload(..., select=...)."
         )

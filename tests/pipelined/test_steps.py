@@ -48,7 +48,7 @@ BATCHES = [batch(k) for k in range(5)]
 
 @pytest.mark.oldest("the turned step")
 def test_what_waits_is_updated_on_the_cores():
-    """The other ways: tests/test_equivalence.py."""
+    """tests/test_equivalence.py covers the other paths."""
     assert_as_plain(
         step_of, offloaded(CLIPPED, update_on="host"), CLIPPED, jo.pipelined, batches=BATCHES, gradients="host"
     )

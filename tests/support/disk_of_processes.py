@@ -281,7 +281,7 @@ def failing(folder):
 
 
 def committing(folder):
-    """A commit that fails in one process is an error in both, and directories that are not of one run are told of."""
+    """A commit that fails in one process is an error in both; it names directories of different runs."""
     me, files, tree = jax.process_index(), Faulty(folder / "disk"), None
     for name in ("disk", "other"):
         disk = jo.disk(folder / name)

@@ -37,7 +37,7 @@ def start(folder, processes, module, arguments):
 
 
 def ended(folder, children, *, killed=False):
-    """What each has said. Where one fails the others wait for it in vain, and are killed after a while."""
+    """Return what each process has said. If one fails, the others would wait for it, and are killed after a while."""
     with futures.ThreadPoolExecutor(len(children)) as pool:
         waits = [pool.submit(child.wait) for child in children]
         try:
