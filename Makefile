@@ -21,7 +21,7 @@ demo: $(INSTALLED) .venv/.compiler  ## a small GPT, its optimizer state offloade
 # XLA's compiler for NVIDIA GPUs, without CUDA's libraries
 .venv/.compiler: $(INSTALLED)
 	@.venv/bin/python -m pip install --quiet --disable-pip-version-check jax-cuda13-plugin || \
-	    echo "!! jax-cuda13-plugin DOES NOT INSTALL HERE: the demo estimates peaks and times instead of compiling"
+	    echo "!! jax-cuda13-plugin DOES NOT INSTALL HERE: the demo shows no peaks and no times of a large model"
 	@touch $@
 
 $(INSTALLED): pyproject.toml

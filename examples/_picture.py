@@ -55,9 +55,9 @@ class Shown:
     def titles(self):
         """The titles of the picture's parts, in pieces."""
         return {
-            "losses": (f"Losses, {self.model}", f"run on {self.device}", "medians of steps taken in turn"),
+            "losses": (f"Losses of {self.model}", f"trained on {self.device}", "and median times of a step"),
             "state": ("Where its optimizer state lives",),
-            "memory": ("Device memory at a step's peak, GiB", self.large, self.how),
+            "memory": ("Peak device memory of a step, GiB", self.large, self.how),
             "time": ("Time of that step, ms", "simulated, not measured"),
         }
 
@@ -67,7 +67,7 @@ class Shown:
     @property
     def apart(self):
         """The largest difference between the losses, if both runs exist."""
-        return [f"difference, while both run: {max(apart):.1e} at most"] if (apart := difference(self.losses)) else []
+        return [f"largest difference: {max(apart):.1e}"] if (apart := difference(self.losses)) else []
 
     def lives(self, name):
         return ", ".join(where(kind, nbytes) for kind, nbytes in sorted(self.state[name].items()))
@@ -80,8 +80,13 @@ class Shown:
         return f"an {self.chip} has {self.capacity / GIB:.0f}"
 
     def time(self, way):
-        fits = "" if way.peak <= self.capacity else "if it fitted, "
+        fits = "" if way.peak <= self.capacity else "if it fit, "
         return f"{fits}{(way.compute + way.waits) * 1e3:,.0f}, waits for transfers {way.waits * 1e3:,.0f}"
+
+
+def size(model):
+    """Return the size of a model as people write it: 7B for 7b, tiny for tiny."""
+    return model.upper() if model[0].isdigit() else model
 
 
 def where(kind, nbytes):
@@ -91,7 +96,7 @@ def where(kind, nbytes):
 def draw(shown, path):
     figure = Figure(figsize=(15, 9), layout="constrained")
     figure.get_layout_engine().set(w_pad=0.12, h_pad=0.1, wspace=0.03, hspace=0.04)
-    figure.suptitle("The same training, the optimizer's state in host memory", fontsize=16, x=0.012, ha="left")
+    figure.suptitle("The same training with the optimizer's state in host memory", fontsize=16, x=0.012, ha="left")
     grid = figure.add_gridspec(2, 1, height_ratios=[1.25, 1.0])
     top = grid[0].subgridspec(1, 4, width_ratios=[1.5, 1.0, 1.15, 1.0])
     losses = top[0].subgridspec(2, 1, height_ratios=[3.2, 1.0])
@@ -183,7 +188,7 @@ def _times(axes, shown):
     handles = dict(zip(*reversed(axes.get_legend_handles_labels()), strict=True))
     axes.legend(handles.values(), handles.keys(), frameon=False, fontsize=8, loc="upper left", ncols=2)
     axes.set_xticks(range(len(shown.ways)), [way.name for way in shown.ways])
-    axes.set_title(",\n".join(shown.titles["time"]) + "\n(hatched: if it fitted)", loc="left", fontsize=10)
+    axes.set_title(",\n".join(shown.titles["time"]) + "\n(hatched: if it fit)", loc="left", fontsize=10)
     _frame(axes)
 
 
@@ -191,7 +196,7 @@ def _timelines(axes, shown):
     """Draw the lanes of every way that moves a state, on one axis of time."""
     ways = [way for way in shown.ways if way.timeline is not None and way.host]
     axes.set_title(
-        "Where the time of that step goes, ms: arithmetic, both directions of the link; red: arithmetic waits for one",
+        "Where the time of that step goes, ms (red: arithmetic waits for the link)",
         loc="left",
         fontsize=10,
     )

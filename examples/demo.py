@@ -118,7 +118,8 @@ def steps(args):
 def compiled(args):
     """Yield the ways as XLA compiles them for the chip."""
     for name, step, state, tokens in steps(args):
-        print(f"compiling for an {args.chip.upper()}: {args.compiled}, {' '.join(name.split())}", flush=True)
+        what = f"a {_picture.size(args.compiled)} GPT, {' '.join(name.split())}"
+        print(f"compiling for an {args.chip.upper()}: {what}", flush=True)
         seen = jo.inspect(step, state, tokens, target=args.chip)
         parts = dict.fromkeys(_picture.PARTS, 0.0)
         for part, nbytes in seen.parts.items():
@@ -162,12 +163,12 @@ def main(argv=None):
     chip, device = jo.chip(args.chip), jax.devices()[0]
     state = {name: memories(run["state"].opt_state) for name, run in runs.items()}
     shown = _picture.Shown(
-        model=f"a GPT ({train_lm.parse(rest).model})",
+        model=f"a {_picture.size(train_lm.parse(rest).model)} GPT",
         losses={name: run["losses"] for name, run in runs.items()},
         seconds=measured(runs),
         state=state,
         device={"cpu": "this machine's CPU"}.get(device.platform, device.device_kind),
-        large=f"a GPT of {args.compiled} parameters, {args.tokens[0]} × {args.tokens[1]} tokens",
+        large=f"a {_picture.size(args.compiled)} GPT, {args.tokens[0]} × {args.tokens[1]} tokens",
         chip=args.chip.upper(),
         capacity=chip.hbm_bytes,
         how=how,
