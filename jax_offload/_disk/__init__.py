@@ -1,1 +1,1 @@
-"""State on disk: the store, what of it is being read and written, commits, and the placeholders of leaves."""
+"""State on disk: the store, the reads and writes under way, commits, and the placeholders of leaves."""

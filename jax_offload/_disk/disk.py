@@ -1,4 +1,4 @@
-"""``Disk``: leaves of a state in files, what of them is being read and written, and their commits.
+"""``Disk``: the leaves of a state that live in files, the reads and writes under way, and commits.
 
 Threads read and write leaves, and wait for their values, so that the thread that drives the step does not. A read waits
 for pending writes of its leaf, and an error in writing is remembered: the files then hold parts of two steps.
@@ -45,7 +45,7 @@ from jax_offload._program.shardings import (
     shape_of,
 )
 
-_READERS, _WRITERS = 2, 4  # leaves of a few MiB were written faster by four threads than by two, and read no faster
+_READERS, _WRITERS = 2, 4  # more threads write small leaves faster, but do not read them faster
 
 
 class Disk:
@@ -63,10 +63,10 @@ class Disk:
     Args:
       directory: the directory for the files, made if missing. A local NVMe drive is best, or a RAID, which is as fast
         as all of its drives together. ``~`` is your home, and a relative path starts at the current directory.
-      host_bytes: how many bytes of the state stay in pinned host memory, over all devices, replicated bytes counted
-        once: whole parameters, those whose gradients come last. Everything else that ``offload`` would keep there is
-        on disk. Buffers come on top: at most nine groups of 64 to 128 MiB, or of one row, or of one
-        parameter's leaves if the update does not keep their rows apart.
+      host_bytes: how many bytes of the state stay in pinned host memory, over all devices, with replicated bytes
+        counted once. These are whole parameters' states, first of those whose gradients come last. Everything else
+        that ``offload`` would keep there is on disk. Buffers come on top: at most nine groups of 64 to 128 MiB, or of
+        one row, or of one parameter's leaves if the update does not keep their rows apart.
       commit_every: the number of steps from one due ``commit`` to the next.
 
     Raises:
@@ -130,8 +130,8 @@ class Disk:
 
         Raises:
           TypeError: a leaf of the tree is not an array, a number or a string.
-          ValueError: the state is not the one on disk, or not the whole of it; the step is below that of the last
-            commit; or another process failed.
+          ValueError: the state is not the one on disk, or only a part of it; the step comes before the last
+            commit's; or another process failed.
         """
         number, store = _number_of(step), self.store
         store.check()  # or one of several processes might find the step due, and another not
@@ -274,7 +274,7 @@ class Disk:
     # ---- what a step asks for --------------------------------------------------------------------------------------
 
     def handle(self, name: str, sharding: Sharding) -> OnDisk:
-        """Return what stands for a leaf in a state of this version. ``sharding``: its place in host memory."""
+        """Return the placeholder of a leaf in a state of this version. ``sharding``: its place in host memory."""
         leaf = self._leaf(name)
         own = boxes_of(sharding, leaf.shape)
         check_covered(name, own, leaf.boxes)  # so that this process can read it,
@@ -282,7 +282,7 @@ class Disk:
         return OnDisk(self._version, Place(self, name, leaf.shape, leaf.dtype, sharding))
 
     def ends(self, name: str) -> Ends:
-        """Where the ranges of a leaf's rows end that are together in the files."""
+        """The row after each range of a leaf's rows that the files keep together."""
         return self._leaf(name).ends
 
     def check(self, token: Any) -> None:

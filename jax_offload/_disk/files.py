@@ -24,7 +24,7 @@ T = TypeVar("T")
 
 PAGE = 4096  # O_DIRECT wants addresses, lengths and offsets that are multiples of this on today's disks
 BLOCK = 8 * 2**20  # bytes that one system call moves, with one checksum
-_TRIES = 8  # calls in a row that may move nothing
+_TRIES = 8  # how many calls in a row may move nothing before the file counts as broken
 _SUMMED = 64 * PAGE  # stays in a core's cache, so that its second sum costs little
 _FIXES = {
     errno.ENOSPC: "Free space there, or give a directory on a larger disk.",

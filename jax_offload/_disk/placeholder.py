@@ -27,7 +27,7 @@ from jax_offload._program.private import set_rules, trace_as
 TOKEN = np.dtype(np.float32)  # a floating type, so that jnp.isfinite does not pass it by
 VERSIONS = 2**24  # whole numbers below this are exact in it
 Range = tuple[int, int]  # rows of a leaf, the same ones of every device's part along its first axis
-Ends = tuple[int, ...]  # where the ranges of rows end that are together in files; the last is the number of rows
+Ends = tuple[int, ...]  # the row after each range that files keep together; the last is the number of rows
 _BATCH = 2**26  # bytes of leaves that are read together on their way to a disk
 
 

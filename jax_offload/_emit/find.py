@@ -78,12 +78,13 @@ def updates_in(step: Any) -> list[Found]:
     return list(_found(jaxpr, {v: v for v in own - moved | own & results}))
 
 
-LEAST_ROWS = 2**20  # bytes that an iteration moves; fewer take no time, and concurrent graphs still raise the peak
+LEAST_ROWS = 2**20  # bytes that an iteration must move, or hiding them is not worth the peak of concurrent graphs
 
 
 def in_one_scan(step: Any) -> bool:
-    """Whether a step's updates have moved into one scan, none between the passes, with rows that are worth hiding, no
-    loop runs in another, and none would use the buffers of another again. Other scans may load rows of parameters."""
+    """Whether a step is compiled with concurrent CUDA graphs. All of its updates must run in one scan, with rows large
+    enough to be worth hiding. Its loops must not be nested, and no loop may reuse the buffers of another. Other scans
+    may load rows of parameters."""
     plans = [each.update.plan for each in updates_in(step) if isinstance(each.update, Moved)]
     scans = [plan for plan in plans if isinstance(plan, InScan)]
     hosts = [plan for plan in scans if plan.moves]
@@ -97,8 +98,8 @@ def in_one_scan(step: Any) -> bool:
 
 
 def _use_buffers_again(eqns: Sequence[Equation]) -> bool:
-    """Whether several forward and backward passes run one after the other: a loop hands large results to a later one
-    after everything from earlier loops has been read. Concurrent graphs would keep the activations of all passes."""
+    """Whether several forward and backward passes run one after the other, so that a later pass can reuse the buffers
+    of an earlier one. Concurrent graphs would keep the activations of all passes."""
     loops = [eqn for eqn in eqns if is_loop(eqn) or eqn.primitive is REGION]
     last = {v: k for k, eqn in enumerate(loops) for v in variables(eqn.invars)}
     lives = [

@@ -56,7 +56,7 @@ class Hand:
     """The values that one iteration hands to the next.
 
     Attributes:
-      wholes: arrays, by the leaf that they are the values of: on the host, on the device, and sums.
+      wholes: the values of whole leaves: on the host, on the device, and sums.
       loaded: rows of host leaves, on the device, for this iteration.
       new: rows of host leaves that are not stored yet.
     """
@@ -66,7 +66,7 @@ class Hand:
     new: Values
 
 
-Looped = tuple[list[Any], list[Any], Hand]  # what a scan carries out, its stacked results, and what is handed on
+Looped = tuple[list[Any], list[Any], Hand]  # a scan's final carry, its stacked results, and the last hand
 
 
 @dataclasses.dataclass(frozen=True)

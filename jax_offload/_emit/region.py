@@ -63,10 +63,10 @@ class Update:
       program: the usual recipe (load all, update, store all).
       gradients: its operands that are gradients, in the order of the backward pass, which the trace around it knows.
       take_turns: whether its gradients may wait for each other.
-      names: of the state's leaves, of their next values too.
-      next_values: result -> the argument that it is the next value of.
-      claims: of the offloads in it.
-      rank: of a leaf of the state its place in the order of the backward pass.
+      names: the names of the state's leaves and of their next values.
+      next_values: result -> the argument whose next value it is.
+      claims: the claims of the offloads in it.
+      rank: leaf of the state -> its place in the order of the backward pass.
       manual: whether it was traced inside ``shard_map``.
       wide: whether it was traced with types of 64 bits; jax may lower it where they are off.
       backward: the passes that made its gradients, where only gates in the update hold them back.
@@ -95,7 +95,7 @@ class Update:
 
     @functools.cached_property
     def passes(self) -> Sequence[Schedule]:
-        """How its slices run, pass after pass."""
+        """The schedules of its passes over the host leaves."""
         return schedules_of(
             self.program, self.next_values, apart(self.claims, self.program.inputs), lambda v: self.rank.get(v, -1),
             manual=self.manual, backward=self.backward, gradients=self.gradients, take_turns=self.take_turns,
@@ -150,12 +150,12 @@ class Update:
         return needed, dataclasses.replace(self, program=program, gradients=gradients)
 
     def updated_by(self, cores: bool) -> Update:
-        """The same, with all of its leaves updated by the host's cores, or none of them."""
+        """The update with all of its leaves, or none, on the host's cores."""
         claims = [dataclasses.replace(c, on_cores=c.leaves if cores else frozenset[Var]()) for c in self.claims]
         return dataclasses.replace(self, claims=claims)
 
     def emitted(self, args: Sequence[Any], *, lowered: bool = False, for_cpu: bool = False) -> list[Any]:
-        """Its results, by the plan.
+        """Emit the update as planned, and return its results.
 
         Raises:
           UpdatedOnCores, UpdatedFromDisk: part of it is not for the device; whoever drives the step from Python has

@@ -113,7 +113,7 @@ def one_pass(task: Task, next_of: Mapping[Var, Var], own: Set[Var]) -> OnePass |
 
     Args:
       task: the task.
-      next_of: result -> the variable that it is the next value of.
+      next_of: result -> the variable whose next value it is.
       own: the inputs that may be overwritten.
     """
     times = Counter(v for s in task.slices for v in s.inputs)

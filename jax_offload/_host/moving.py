@@ -22,8 +22,8 @@ from jax_offload._program.jaxprs import Atom, Equation, Var, inner_of, variables
 from jax_offload._program.memory import HOST_KIND
 from jax_offload._program.program import Program
 
-# How many stages' leaves are read ahead, or written behind, while another stage runs, and the most bytes each way. Rows
-# may be gigabytes long; then only the leaves of the current stage are read.
+# While one stage runs, the leaves of this many other stages are read ahead, and as many are written behind, up to these
+# bytes in each direction. Rows may be gigabytes long; then only the leaves of the current stage are read.
 DEPTH, AT_ONCE = 2, 2**29
 
 

@@ -34,14 +34,14 @@ from jax_offload._rewrite.inlined import equation_of, localised
 from jax_offload._schedule.schedule import Chunked, Planned, Schedule
 from jax_offload._schedule.transfers import in_parts
 
-# Bytes of state in a group. Updating them takes the cores a hundred times what starting a program takes, and the last
-# group's parameters are all that comes back while nothing is updated.
+# Bytes of state in a group. Updating a group takes a hundred times as long as starting its program. Only the last
+# group's parameters come back while nothing is updated.
 GROUP_BYTES = 2**26
 BEFORE = "before"  # the name of the stages that make the gradients
 GROUP = "group"  # the name of stages whose state is on disk, or beside a state on disk
 CORES = "cores"  # the name of stages that the host's cores run
 INNER = "inner"  # the name of a stage whose branches, or loop, update
-DRIVEN = ("cond", "while")  # what an update may stand in
+DRIVEN = ("cond", "while")  # the equations whose branches or bodies may hold a driven update
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,7 +80,7 @@ class Staged:
 
     Attributes:
       stages: its programs, in order.
-      next_of: result of an update -> the variable of the step that it is the next value of.
+      next_of: result of an update -> the variable of the step whose next value it is.
       in_turn: gradients that wait for one another, in the order of the backward pass.
       scattered: gradient that an update from disk divides further (ZeRO-1) -> its sharding. The program that makes it
         divides it; otherwise every device would hold it whole until the update.
@@ -103,7 +103,7 @@ class Staged:
 
     @property
     def consts(self) -> dict[Var, Any]:
-        """Its constants: numbers of first rows, and what it closes over."""
+        """Its constants: the numbers of first rows, and the arrays that the step closes over."""
         starts = {v: np.int32(row) for row, v in self.starts.items()}
         return starts | dict(zip(self.program.inputs, self.program.consts, strict=False))
 

@@ -1,11 +1,11 @@
 """The answer of ``plan``: rows, whether they fit, what they cost by the one model of time, and the verdict.
 
-Times use ``timeline``'s roofline without a schedule: a step's arithmetic takes its operations at
-the speed that large matmuls reach on the chip, and copies take what the link reaches. The backward pass, two thirds of
-the arithmetic, hides what streams under ``jo.jit``; the forward pass, a third, under ``jo.pipelined``. Meanwhile both
-ways of the link are busy at once. Nothing hides an update that waits for a norm of all gradients; there one way follows
-the other, as was measured. Nothing hides an update on the host's cores either. What is not hidden is added to the step.
-Where there is a step to compile, ``timeline`` plays its schedule instead.
+Times use the roofline of ``timeline`` without a schedule: arithmetic runs at the speed that large matmuls reach on the
+chip, and copies run at the speed of the link. Under ``jo.jit`` the backward pass, two thirds of the arithmetic, hides
+transfers; under ``jo.pipelined`` the forward pass does, a third. Both directions of the link are then busy at once.
+Nothing hides an update that waits for a norm of all gradients, and its transfers use one direction after the other.
+Nothing hides an update on the host's cores either. A step takes longer by all transfers that are not hidden. If there
+is a step to compile, ``timeline`` plays its schedule instead.
 """
 
 from __future__ import annotations
@@ -188,10 +188,10 @@ class Plan:
             return None, None
         link, pipelined = link_time(chip, row.loaded, row.stored), "jo.pipelined" in row.code
         if row.on_cores:
-            # They read and write the state once, and what goes up and comes down, as the link does as well.
+            # The cores read and write the state once. Values that cross the link are moved by it and by the cores.
             crossed = 2 * (row.on_cores + row.loaded + row.stored)
             return link, max(link, crossed / chip.dram_bandwidth)
-        if row.waits and not pipelined:  # one way follows the other
+        if row.waits and not pipelined:  # the directions take turns
             link = link_time(chip, row.loaded, 0) + link_time(chip, 0, row.stored)
             return link, link
         return link, max(0.0, link - (FORWARD if pipelined else BACKWARD) * (self.compute or 0.0))

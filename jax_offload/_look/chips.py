@@ -28,7 +28,7 @@ _TPU_KINDS = {"v5 lite": "v5e", "v5": "v5p", "v6 lite": "v6e"}  # as jax has the
 _SAME_CARD = re.compile(r"sxm\d*|hbm\w*|80gb|141gb|480gb")
 
 FRACTION, OTHER_NAME, BY_DEFAULT = "XLA_PYTHON_CLIENT_MEM_FRACTION", "XLA_CLIENT_MEM_FRACTION", 0.75
-BOTH_WAYS = 1.49  # speed of both ways of a link at once, in times of one way alone: as measured on an H100
+BOTH_WAYS = 1.49  # how much more an H100's link carries in both directions at once than in one alone
 PIECE, PIECES = 2**26, 16  # copies of 64 MiB are far beyond the size at which their latency is felt
 ON_CPU = 2**20
 ARRAY = 2**29  # bytes of each of two arrays in host memory: far beyond what caches hold
@@ -250,7 +250,7 @@ def _link(device: Any) -> tuple[float, float, float]:
     """Measure the link of one device in compiled programs, as in a step.
 
     Returns:
-      Bytes per second from the host alone, to it alone, and each way while both are busy.
+      Bytes per second from the host alone, to the host alone, and in each direction while both are busy.
     """
     if not isinstance(device, jax.Device):
         raise TypeError(

@@ -83,8 +83,8 @@ def profile(step: Any, *args: Any, steps: int = 3, chip: str | Path | Chip | Non
     in the next run. It runs once before measuring, to compile. Donated arguments are gone afterwards. Profile a step of
     ``jax_offload.pipelined`` with its carry: ``profile(train, carry, batch)``, after a first call.
 
-    On jax 0.10 the profiler crashes in a process that has compiled for a ``target``. It has been tried on
-    traces of an H100, and on TPU traces that were made by hand.
+    On jax 0.10 the profiler crashes in a process that has compiled for a ``target``. This function has read traces of
+    an H100; the traces of a TPU were written by hand.
 
     Args:
       step: a training step, jitted.

@@ -1,10 +1,10 @@
-"""A scheduled program, played: when it computes, and when it copies each way.
+"""Play a scheduled program: when it computes, and when it copies in each direction.
 
-The package's one model of time, not a measurement: no latency, no launch, no contention for device memory. Arithmetic
-runs in the order of the schedule, matmuls at a share of the chip's peak, all else at the speed of its memory. Beside it
-run, each on a queue of its own, copies from the host, copies to it, collectives, and asynchronous copies within the
-device. Copies of both ways share the link. What waits for a queue is exposed. Without a schedule, ``link_time`` and
-``compute_time`` give the same speeds.
+This is the package's one model of time, not a measurement: it knows no latency, no launches and no contention for
+device memory. Arithmetic runs in the order of the schedule, matmuls at a share of the chip's peak, everything else at
+the speed of its memory. Four queues run beside it: copies from the host, copies to the host, collectives, and
+asynchronous copies within the device. Copies in both directions share the link. Time in which arithmetic waits for a
+queue is exposed. Without a schedule, ``link_time`` and ``compute_time`` give the same speeds.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _ROUNDED = (None, "default", "fastest", "bfloat16")  # precisions at which a TPU
 
 
 def link_time(chip: Chip, loaded: float, stored: float) -> float:
-    """Return the seconds of copies both ways at once, then of the rest of one way."""
+    """Return the seconds of copies in both directions at once, and then of the rest in one direction."""
     together, rest = min(loaded, stored), abs(loaded - stored)
     return 2 * together / chip.host_link_both + rest / chip.host_link
 
@@ -194,8 +194,8 @@ class Program:
         return len(self.segments) - 1
 
     def _seconds(self, start: Segment, begin: float) -> float:
-        """Return how long something runs on its queue. Of two copies over the link, the one that is in flight keeps its
-        speed, and leaves to the other way the rest of what both reach at once."""
+        """Return how long something runs on its queue. If two copies share the link, the one in flight keeps its speed,
+        and the other one gets the rest of the speed that both directions reach together."""
         shared = max(0.0, self.free[_OTHER_WAY[start.lane]] - begin) if start.lane in _OTHER_WAY else 0.0
         if not shared:
             return start.end

@@ -1,4 +1,4 @@
-"""Barriers: each way in which one is used, and what XLA does without it.
+"""Barriers: a function for each use, which says what XLA would do without it.
 
 Nothing comes out of an ``optimization_barrier`` before all of its operands exist, and XLA knows nothing of what
 comes out. Its outputs are to be used from then on in place of its inputs: one without used outputs is optimised away.
@@ -65,9 +65,9 @@ def written_after(new: Any, read: Any) -> tuple[Any, Any]:
 def opaque(x: Any) -> Any:
     """Hide a number's value from XLA, which computes in advance with every value that it knows.
 
-    A loop that surely runs once would be unrolled, and would not update in place. Zeros in the place of a skipped
-    update would be a tree of their own. A choice whose outcome is known would not be made in the rejected memory:
-    a TPU copied each parameter twice. Seeds that count on would be constants, each in a kernel of its own.
+    XLA would unroll a loop that is known to run once, and would not update in place. It would store the zeros of a
+    skipped update as a tree of their own. It would not write a choice with a known outcome over the rejected value, and
+    on a TPU would copy each parameter twice. It would make a constant, with its own kernel, of every leaf's seed.
     """
     return jax.lax.optimization_barrier(x)
 

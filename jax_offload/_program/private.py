@@ -73,7 +73,7 @@ def dce_jaxpr(jaxpr: Any, used: Sequence[bool], *, keep_inputs: bool) -> tuple[A
 
 
 def traces() -> bool:
-    """Whether a program is being traced, or a function transformed: what is called becomes a part of it."""
+    """Whether a program is being traced, or a function transformed, so that calls become parts of it."""
     return not _part_of(private_core, "trace_state_clean")()
 
 

@@ -46,8 +46,8 @@ from jax_offload._program.shardings import shards_of, typed_sharding, types_of_a
 
 @dataclasses.dataclass(frozen=True)
 class Rows:
-    """The dimension of a variable along which its rows lie, and how many of its indices make a row: more than one where
-    the dimension is merged with others, as by ``ravel``."""
+    """The dimension of a variable along which its rows lie, and how many indices make a row: several if the dimension
+    has been merged with others, as by ``ravel``."""
 
     dim: int
     per_row: int = 1
@@ -61,7 +61,7 @@ class Partial:
 
 
 class Dependent(Exception):
-    """The rows of the axis depend on each other, or may."""
+    """Rows along the axis depend on each other, or might."""
 
 
 class Where(NamedTuple):

@@ -42,7 +42,7 @@ from jax_offload._program.shardings import Shards
 
 # ---- dependence
 
-Root = Var | int  # an equation with an effect is one by its identity
+Root = Var | int  # an int is the identity of an equation with an effect
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,7 +63,7 @@ class Known:
 
     @property
     def last(self) -> int:
-        """The number of the last pass. A host leaf is stored in it: until then its old value is needed."""
+        """The number of the last pass, which stores the host leaves: earlier passes need their old values."""
         return max(self.earliest.values(), default=0)
 
 

@@ -19,7 +19,7 @@ from jax_offload._program.propagate import Node, made_of, needed_for
 from jax_offload._rewrite.cut import unguarded
 from jax_offload._schedule.transfers import same_type
 
-# ---- as it is written: an update whose results it does not return, which is most likely a mistake
+# ---- a step as written: if it does not return the results of an update, that is probably a mistake
 
 
 class Unreturned(NamedTuple):
@@ -35,7 +35,7 @@ class Unreturned(NamedTuple):
 
 
 def unreturned(program: Program) -> Unreturned | None:
-    """The results of its updates that a step does not return; ``None`` if it has no updates, or returns all results.
+    """Find the updates' results that a step does not return; ``None`` if it has no updates, or returns all results.
 
     A state that is returned neither old nor new is not missed, because a step that inspects an update does that.
     """
@@ -71,7 +71,7 @@ def unreturned(program: Program) -> Unreturned | None:
     return None
 
 
-# ---- as it is rewritten
+# ---- a step as rewritten
 
 
 class CannotRewrite(Exception):

@@ -158,7 +158,7 @@ class Inlined:
       program: the step.
       updates: the updates in the order of the step, localised.
       own: the equations of the updates, by identity, each with the number of its update.
-      next_of: result -> the variable of the step that it is the next value of.
+      next_of: result -> the variable of the step whose next value it is.
       waiting: the same of gradients that wait in host memory for the next step.
       like: the equation of the first update.
     """
@@ -218,10 +218,10 @@ def _put(
 
     Args:
       new: the equations so far.
-      stored: what they move to the host -> the same on the device.
+      stored: value that they move to the host -> the same value on the device.
       eqn: the equation.
       results: the variables that have to stay.
-      again: what is loaded again all the same.
+      again: the values that are loaded again even though they are still on the device.
     """
     operands = new.read(eqn.invars)
     if is_load(eqn) and eqn.outvars[0] not in results and operands[0] not in again:

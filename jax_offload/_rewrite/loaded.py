@@ -1,8 +1,8 @@
 """Trace a step whose model computes with parameters in host memory.
 
-jax refuses arithmetic between memories. So a step with such parameters, whose model does not load them, is traced with
-a load of each at its start, and what it makes of them goes back to host memory at its end. As it stands, that loads
-them as a whole. A plan then loads them by rows, where a scan reads them.
+jax refuses arithmetic between memories. If the model does not load such parameters itself, the step is traced with a
+load of each parameter at its start, and stores the new parameters in host memory at its end. As written, it would load
+whole parameters. A plan then loads them by rows, where a scan reads them.
 """
 
 from __future__ import annotations

@@ -22,8 +22,8 @@ def origins_of(program: Program, arguments: Mapping[Var, Mask]) -> list[Mask]:
     """For each result, the bits of the arguments from which elementwise arithmetic makes it, and ``UPDATED`` if an
     update's result is among its operands.
 
-    A result of an update has the bits of the argument that it is the next value of, and of nothing else that the
-    update reads: a gradient says where parameters go, not which array they are.
+    A result of an update has the bits of the argument whose next value it is, and no bits of the update's other
+    operands: a gradient changes parameters, but the new parameters do not continue it.
     """
     program = unguarded(program)
     env = {v: arguments.get(v, 0) for v in program.inputs}

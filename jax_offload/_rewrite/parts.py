@@ -72,7 +72,7 @@ class Parts:
 
 
 def parts_of(plain: Program) -> Parts | None:
-    """Take a step's program apart; ``None`` if it has no update.
+    """Take a step's program apart; return ``None`` if it has no update.
 
     If gradients are summed up over microbatches, the last one runs by itself when its backward pass can host the
     update. If the step begins with the update, for the gradients of the batch before, the first one's forward pass can.

@@ -63,7 +63,7 @@ from jax_offload._schedule.schedule import Gate, Planned
 
 
 def rewritten(closed: ClosedJaxpr) -> ClosedJaxpr:
-    """Return a step as it is to run, with the same arguments and results; itself if it has no updates."""
+    """Return the step to run, with the same arguments and results; the given step if it has no updates."""
     if not any(map(holds_update, closed.jaxpr.eqns)):
         return closed
     program = flat(closed)

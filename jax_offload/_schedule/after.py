@@ -33,8 +33,8 @@ SMALL_SHARE, LEAST_WINDOW = 8, 2**20
 GATED_SHARE = 2
 # A usual slice is one of those that hold this share of the state: an embedding is none.
 USUAL = 0.8
-# Copies of smaller slices hide little, and XLA's scheduler puts off what the backward pass should free for them. They
-# run in a loop of their own, out of its sight.
+# Smaller slices hide little, and XLA's scheduler would delay equations of the backward pass to fit their copies in. So
+# they run in a loop of their own, which hides them from the scheduler.
 LEAST_HIDDEN = 2**23
 SMALL_PIECES = "as pieces this small hide little"
 # XLA also puts matmuls off if a step computes for much longer than it moves its state, as nothing then holds them
@@ -62,7 +62,7 @@ def schedules_of(
 
     Args:
       program: the usual recipe (load all, update, store all) as a program.
-      next_of: result -> the operand that it is the next value of.
+      next_of: result -> the operand whose next value it is.
       claims: the offloads; every host leaf belongs to one of them.
       rank: a host leaf's place in the order of the backward pass.
       manual: whether the update is traced inside ``shard_map``.

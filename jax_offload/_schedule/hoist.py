@@ -61,7 +61,7 @@ class Hoist:
     Attributes:
       program: the step, with its updates inlined.
       at: the place of the scan among its equations.
-      next_of: result -> the leaf of state or parameters that it is the next value of.
+      next_of: result -> the leaf of state or parameters whose next value it is.
       waiting: gradient that goes to the host for the next step -> an array there that nothing reads any longer.
       claimed: the equations that move elsewhere, by identity.
       own: the equations of the updates, by identity.

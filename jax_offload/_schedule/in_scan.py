@@ -19,7 +19,7 @@ from jax_offload._program.rules import Dim, Partial, Rows
 from jax_offload._program.slices import Slice, consecutive, slice_of
 from jax_offload._schedule.schedule import Planned, Window
 
-LEAST_GAIN = 0.95  # of the link's time in two groups, for which it is worth to have three
+LEAST_GAIN = 0.95  # three groups must take less than this share of the link's time with two
 Groups = Sequence[Sequence[Var]]
 
 
@@ -211,8 +211,8 @@ class InScan:
     def _in_turn(self) -> tuple[Groups, Phases]:
         """Divide the leaves into two groups, or into three if the link then waits less.
 
-        With three equal leaves, such as masters and two moments, two would go one way while one goes the other. What is
-        only loaded takes all of the iteration.
+        With three equal leaves, such as masters and two moments, two groups would move two leaves in one direction
+        while one leaf moves in the other. Leaves that are only loaded have the whole iteration.
         """
         body = flat((self.nest.inner if self.nest else self.scan).body, opens=lambda _: True)
         if not self.moves:

@@ -30,7 +30,7 @@ def transfer_of(s: Slice, reuse: Mapping[Var, Var], window: int) -> Transfer:
 
     Args:
       s: the slice.
-      reuse: result -> operand of the same type whose buffer it may take, because it is the next value of it.
+      reuse: result -> operand of the same type whose buffer it may take, because it is that operand's next value.
       window: bytes on one device.
     """
     if not all(v in reuse for v in s.stores):

@@ -323,7 +323,7 @@ class Jitted:
         return dict((self._options["compiler_options"] or {}) if "compiler_options" in self._options else ours)
 
     def _outermost(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """The one of the two programs that a step needs, decided by the first trace of its function."""
+        """The program that a step needs, of the two; the first trace of its function decides."""
         if jax.config.jax_disable_jit:  # pyright: ignore[reportAttributeAccessIssue]
             return self._programs[0]  # the function itself runs, which may not be traceable
         if self._called.in_scan is None:
@@ -423,8 +423,8 @@ def _warn_of_uncommitted(step: Callable[..., Any], traced: Any, args: Sequence[A
 
 # ---- options of XLA's compiler that let transfers overlap with compute
 
-# How many host copies XLA's latency-hiding scheduler lets be in flight, two by default. A layer of a scan with masters
-# and two moments moves dozens of leaves each way; more copies than that only raise the peak.
+# How many host copies XLA's latency-hiding scheduler keeps in flight; its default is two. With masters and two moments,
+# a layer of a scan moves dozens of leaves in each direction. More copies only raise the peak.
 _COPIES, _MANY = "xla_gpu_experimental_parallel_async_compute_limit", 32
 # XLA records a scan's body as a CUDA graph, in which by default a copy waits for the kernel before it. Outside of
 # scans concurrent graphs only raise the peak, because buffers are not used again: notes/xla.md.

@@ -62,8 +62,8 @@ def pipelined(
       static_argnums: the same by position.
       gradients: where the gradients wait. With ``"host"``, gradients of 64 KiB and more wait in pinned host
         memory, where the backward pass stores them as it makes them. The peak falls by about their bytes, and the link
-        carries them once more each way. Use it if a device is too small, or if the forward pass is long enough to hide
-        them (docs/step.md).
+        carries them once in each direction. Use it if a device is too small, or if the forward pass is long enough to
+        hide them (docs/step.md).
 
     Returns:
       A ``types.Pipelined``: the call itself, ``finish``, and ``params``, the current parameters.

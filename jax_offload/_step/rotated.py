@@ -304,7 +304,7 @@ def matched(carried: Mapping[str, Any], result: Any, origins: Origins) -> tuple[
     """Return the numbers of the result's leaves that are next values of carried ones, and the tree of the others.
 
     A result is one of several if they are returned as a tuple or list, or as a dict or named tuple whose keys include
-    the names of all that is carried. These names decide. Else the next value of an argument is the only result of its
+    the names of all carried arguments. These names decide. Else the next value of an argument is the only result of its
     type. Several results of one type are told apart by their origins: the next value is made by an update, and of
     no other carried argument of that type; or it is the last result for the last argument.
 
