@@ -121,14 +121,14 @@ def offload(
         that (docs/host_cores.md).
       disk: a ``jax_offload.disk``, whose files hold the part of the state that exceeds its ``host_bytes``. Each step of
         ``jax_offload.jit`` reads that part, updates it on the device and writes it, group by group. A placeholder
-        stands for such a leaf in the state, and ``numpy.asarray`` reads it; ``disk.commit`` saves the state. It does
-        not go with ``update_on`` (docs/disk.md).
+        stands for such a leaf in the state, and ``numpy.asarray`` reads it; ``disk.commit`` saves the state. It
+        cannot be combined with ``update_on`` (docs/disk.md).
 
     Returns:
       A transformation whose ``update`` leaves each state leaf where the options say, wherever it came from: a resident
-      state becomes an offloaded one in its first step. Gradients and parameters may be in pinned host memory too: they
-      are streamed with the state, and each update returns to the memory of its gradient; not with ``update_on`` or
-      ``disk``. ``update(..., skip=)`` takes a bool, traced or not; where it is true the updates are zero and the state
+      state becomes an offloaded one in its first step. Except with ``update_on`` or ``disk``, gradients and parameters
+      may be in pinned host memory too: they are streamed with the state, and each update returns to the memory of its
+      gradient. ``update(..., skip=)`` takes a bool, traced or not; where it is true the updates are zero and the state
       keeps every bit. A transformation around this one does not see that, and still counts the step;
       ``update_params(..., skip=)`` skips it too. Outside any ``jit`` an update is compiled as ``jax.jit`` would compile
       it: it reads closures at the first call only, and recompiles when an extra argument that is a function, an int or
@@ -145,7 +145,8 @@ def offload(
       >>> tx = jo.offload(optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3)))
       >>> state = tx.init(params)
       >>> grads = jax.tree.map(jnp.ones_like, params)
-      >>> updates, state = jax.jit(tx.update, donate_argnums=(0, 1))(grads, state, params)
+      >>> step = jo.jit(lambda p, s, g: jo.update_params(tx, g, s, p), donate_argnums=(0, 1))
+      >>> params, state = step(params, state, grads)
       >>> optax.tree.get(state, "mu")["w"].sharding.memory_kind
       'pinned_host'
     """
