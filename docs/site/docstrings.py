@@ -15,7 +15,7 @@ class Docstrings(griffe.Extension):
         if obj.docstring:
             value = re.sub(r"^Example:$", "Examples:", obj.docstring.value, flags=re.MULTILINE)
             value = re.sub(r"::$", ":", value, flags=re.MULTILINE)
-            value = re.sub(r"\(docs/(\w+)\.md\)", r"([more](\1.html))", value)
+            value = re.sub(r"\(docs/(\w+)\.md\)", r"([more](\1.md))", value)
             if isinstance(obj, griffe.Function) and obj.returns is not None:
                 value = re.sub(r"^(Returns:\n\s+)", rf"\g<1>{obj.returns}: ", value, flags=re.MULTILINE)
             obj.docstring.value = value
