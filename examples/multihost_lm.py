@@ -117,8 +117,8 @@ def main(argv=None):
             return optax.softmax_cross_entropy_with_integer_labels(logits, batch[:, 1:].astype(jnp.int32)).mean()
 
         loss, grads = jax.value_and_grad(loss_fn)(params)
-        updates, state = tx.update(grads, state, params)
-        return optax.apply_updates(params, updates), state, loss
+        params, state = jo.update_params(tx, grads, state, params)
+        return params, state, loss
 
     data, _ = _data.split(_data.load(args.data))
     batch_at = NamedSharding(mesh, PartitionSpec(("data", "fsdp")))
