@@ -1,11 +1,11 @@
 """A scan with the update of stacked leaves inside, row by row, or only with loads of the rows that it reads.
 
-*Behind*: iteration i makes the gradient of layer i and updates it at its end, with state that the iteration before has
-loaded; the new state is stored by the iteration after it.
+In a backward pass, iteration i makes the gradient of layer i. At its end it updates layer i with state that the
+iteration before has loaded. The next iteration stores the new state.
 
-*Ahead*: iteration i begins with the update of layer i, with state that the iteration before has loaded, and stores the
-new state. Were it stored one iteration later, it would share a buffer of the loop with the rows that are being stored,
-and the update would wait for that.
+In a forward pass (``ahead``), iteration i begins with the update of layer i, with state that the iteration before has
+loaded, and stores the new state. If the next iteration stored it, the new state would share a buffer of the loop with
+the rows that are being stored, and the update would wait for these.
 
 So both directions of the link have a whole iteration. Its arithmetic is in phases, and the leaves are in as many
 groups that take turns: in each phase one group is stored while the one before it is loaded.
@@ -74,7 +74,7 @@ class Emitter:
     """Emits the iterations, what precedes the first, and what follows the last.
 
     Attributes:
-      others: what else the updates read, by the plan.
+      others: the other operands of the updates.
       scan: the scan over layers: the plan's own, or the inner one of a nest.
       kept: its results that stay stacked.
       fed: number of one of its ``xs`` -> the result of an update whose rows it has.
@@ -121,13 +121,13 @@ class Emitter:
         return Hand(wholes, loaded, loaded | blank)
 
     def results(self, wholes: Values) -> Values:
-        """Return what the moved equations have made after the last iteration."""
+        """Return the results of the moved equations after the last iteration."""
         found: Values = {}
         for move in self.plan.moves:
             for v, old in zip(move.slice.outputs, move.how.buffers, strict=True):
                 into = v if old is None else old
                 if v not in self.plan.feeds:
-                    # pinned, or XLA divides the carry like the values made from it, and gathers all in each iteration
+                    # without a pin XLA would divide the carry like values made from it, and gather it in each iteration
                     pin = None if is_host_aval(v.aval) else self.plan.pins.get(into)
                     found[v] = constrained(wholes[into], pin)
         return found
@@ -193,7 +193,7 @@ class Emitter:
             return self.iteration(consts, carry, rows)
 
         scan = self.scan
-        # ahead, the second of two iterations in one would wait with its update for the stores of the first
+        # in a forward pass, the update of the second unrolled iteration would wait for the stores of the first
         unroll = 1 if self.plan.ahead else scan.unroll
         first = jnp.int32(0), init, *self.packed(hand)
         (_, carried, *packed), ys = jax.lax.scan(iteration, first, xs, scan.length, scan.reverse, unroll)

@@ -153,8 +153,8 @@ def _in_order(traced: Traced, updates: Any, owner_of: Sequence[int | None], prod
 def _take_turns(options: Options, updates: Any, constrained: Sequence[bool]) -> bool:
     """Whether gradients may wait for each other.
 
-    Not if one is divided between devices, by a known sharding or an unknown one, or while it is updated (ZeRO-1): each
-    part of a norm would be a collective. ``constrained`` says which gradients the trace has put into a sharding.
+    They may not if one is divided between devices, by a known or an unknown sharding, or by ZeRO-1: each part of a norm
+    would then be a collective. ``constrained`` says which gradients the trace has put into a sharding.
     """
     leaves = jax.tree_util.tree_flatten_with_path(updates)[0]
     for (path, x), placed in zip(leaves, constrained, strict=True):

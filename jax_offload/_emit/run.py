@@ -40,8 +40,8 @@ def follow(each: Schedule, names: Names, env: Env, *, lowered: bool, for_cpu: bo
       names: the names of the state's leaves, and of their next values.
       env: the values of its operands; its results are added.
       lowered: whether this is how the update is lowered: neither ``vmap`` nor a derivative comes to its loops.
-      for_cpu: whether it is lowered for a CPU. Its compiler takes a loop that runs once for a small call, and five
-        times as long for it; and it needs no loop, as it hoists no transfers.
+      for_cpu: whether it is lowered for a CPU. Its compiler hoists no transfers, so no loop has to hold them, and
+        takes five times as long for a loop that runs once.
     """
     run = SliceRunner(each.slices, names, lowered=lowered)
     _in_order(each.first, run, env)

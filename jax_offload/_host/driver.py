@@ -83,7 +83,7 @@ class Driven:
         placed = places_of([x if v in read else None for v, x in zip(found.arguments, args, strict=False)])
         self._devices = {d for s in placed if s is not None for d in s.device_set} or {*ambient_sharding().device_set}
         if any(s.on_cores for s in found.stages):
-            cores.cpu()  # an error now where there is none
+            cores.cpu()  # raises an error now if there is none
         own = found.arguments[: len(placed)]
         self._everywhere = _everywhere(placed, self._devices)
         self._places: dict[Var, Sharding] = {v: s for v, s in zip(own, placed, strict=True) if s is not None}

@@ -223,7 +223,7 @@ def in_turn(results: Sequence[Any], turns: Sequence[int]) -> list[Any]:
     found, turns = list(results), [k for k in turns if not on_host(results[k])]
     if len(turns) < 2:
         return found
-    # a number of each gradient, masked to nothing by an opaque zero, is made of it and is used
+    # XLA must compute each gradient when its turn comes, because one of its numbers counts, times a zero unknown to XLA
     read, zero = opaque(jnp.int32(0)), opaque(jnp.int32(0))
     for k in turns:
         found[k], read = together((found[k], read))

@@ -356,8 +356,8 @@ class Task(Stage):
 
     @functools.cached_property
     def reused(self) -> tuple[int, ...]:
-        """The positions of the inputs whose buffers the results of a program of the device take, one for each result of
-        a type and memory."""
+        """The positions of the inputs whose buffers a device program reuses for its results, each for a result of its
+        type and memory."""
 
         def kind(v: Var) -> Hashable:
             return v.aval.shape, v.aval.dtype, is_host_aval(v.aval)

@@ -84,7 +84,7 @@ class Compiled:
       chip: its figures, where there are any.
       compiled_for: whether it was compiled for a chip that is not there.
       program: which of several programs of a step this is; empty where it is all of it.
-      host_elsewhere: whether the others take something that is in host memory.
+      host_elsewhere: whether another program of the step takes an array in host memory.
     """
 
     module: Module

@@ -43,9 +43,9 @@ from jax_offload._step.pipelined import pipelined
 
 RECOMPUTED = 17  # elements that the one layer under recomputation holds, for each token and column of its width
 GATHERED = 3  # layers that are whole on a device where parameters are divided: in use, prefetched, and a gradient
-TRIES = 3  # of a fraction
+TRIES = 3  # how many fractions are tried
 FLOATING = ("bfloat16", "float16", "float32", "float64")
-AXIS = "data"  # of the mesh of a model that only a number describes
+AXIS = "data"  # the mesh axis of a model that is only known by its number of parameters
 PER_WIDTH = 128  # such a model has this many columns of width per layer, and its width is a multiple of this
 
 _RUN: dict[str, Callable[..., Any]] = {"jax.jit": jax.jit, "jo.jit": jit, "jo.pipelined": pipelined}

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-BLOCK_SCALES = ".values_scale"  # how the path of a leaf ends that has a scale for each block of values
+BLOCK_SCALES = ".values_scale"  # the end of the path of a leaf that holds a scale for each block of values
 
 
 class Offloaded(optax.GradientTransformationExtraArgs):

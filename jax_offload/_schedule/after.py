@@ -101,7 +101,7 @@ def schedules_of(
             best = most, [*zip(passes, found, carried, strict=True)]
         if enough:
             break
-    assert best is not None  # two were tried
+    assert best is not None  # the loop has tried at least one way
     schedules, before = list[Schedule](), tuple[Var, ...]()
     for each, unordered, loop in best[1]:
         ordered = sorted(unordered, key=lambda p: min(map(rank, p.slice.loads), default=0))

@@ -40,10 +40,10 @@ class RowWise:
     Attributes:
       shape: the shape of the leaf that leads.
       axis: the axis of that leaf along which the rows lie.
-      dims: for every operand of the slice where its rows are; ``None``: it has none, and is given whole.
-      out_dims: for every result; a ``Partial`` is added up.
+      dims: where the rows of each operand of the slice are; ``None``: it has none, and is passed as a whole.
+      out_dims: where the rows of each result are; a ``Partial`` is added up.
       buffers: for every result the operand whose buffer it overwrites, row by row; ``None``: a new one.
-      shards: into how many parts the axis is divided between devices; rows are the same of each.
+      shards: into how many parts the axis is divided between devices; the same rows are taken from each.
     """
 
     shape: tuple[int, ...]

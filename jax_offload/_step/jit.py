@@ -294,7 +294,7 @@ def _steps_of(fun: Callable[..., Any]) -> tuple[Step, Step]:
 
 
 class Jitted:
-    """Two objects of ``jax.jit``: of the step inside of another program, and of the step as a program.
+    """The two ``jax.jit`` objects of a step: for calls inside another program, and for the step as a program.
 
     jax takes ``compiler_options`` from the outermost ``jit`` only, so the first has none of ours. The second leaves a
     step that is driven from Python undone, and says so in its result.
