@@ -339,11 +339,11 @@ class Plan:
             there = "not checked without a chip or host_memory"
             if self.host_memory is not None:
                 of = f" ({self.chip.name})" if self.chip and self.host_memory == self.chip.dram_bytes else ""
-                there = f"{in_bytes(self.host_memory)} are there{of}, less {2 * HEADROOM:.0%} headroom"
+                there = f"each has {in_bytes(self.host_memory)}{of}, less {2 * HEADROOM:.0%} headroom"
             found.append(f"host: {in_bytes(best.host)} of pinned memory for each device; {there}")
             needed = math.ceil(best.host * min(self.devices, ON_A_HOST) * POOL_HEADROOM / 2**30)
             if on_gpus(self.chip) and needed * 2**30 > pool_limit():
-                found.append(f"environment: {POOL_VARIABLE}={needed} before jax starts, if one process has the host")
+                found.append(f"environment: {POOL_VARIABLE}={needed} before jax starts, with one process a host")
         return tuple(found)
 
     def _time(self, compiled: bool) -> str:
@@ -363,7 +363,7 @@ class Plan:
             return f"{said}; without tokens nothing is hidden"
         hides = "backward pass (2/3) hides copies"
         if any(row.waits for row in self.options):
-            hides = "forward pass (1/3) hides jo.pipelined's copies; nothing hides jo.jit's, one way after the other"
+            hides = "forward pass (1/3) hides jo.pipelined's copies; nothing hides jo.jit's, which take turns"
         return f"{said}; the {hides}"
 
 

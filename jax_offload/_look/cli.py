@@ -149,7 +149,7 @@ def _check(step: str, target: str | None, as_json: bool) -> int:
 def _doctor(as_json: bool) -> int:
     checks = examine()
     bad, notes = ([check for check in checks if check.kind == kind] for kind in ("bad", "note"))
-    verdict = "this machine can offload" + "; mind: " * bool(notes) + ", ".join(check.name for check in notes)
+    verdict = "this machine can offload" + "; note: " * bool(notes) + ", ".join(check.name for check in notes)
     if bad:
         verdict = "this machine cannot offload yet: " + ", ".join(check.name for check in bad)
     first = [check.next for check in (*bad, *notes) if check.next] or ["jax-offload plan module:function --chip NAME"]
@@ -254,8 +254,8 @@ def examine() -> list[Check]:
 def _devices(device: Any) -> Check:
     said = f"{jax.local_device_count()} × {device.device_kind}, platform {device.platform}"
     if device.platform == "cpu":
-        said += ": no accelerator, so nothing is gained here"
-        return Check("devices", "note", said, "run it where the accelerator is")
+        said += ": no accelerator, so offloading gains nothing here"
+        return Check("devices", "note", said, "run it on the machine with the accelerator")
     limit = (device.memory_stats() or {}).get("bytes_limit")
     return Check("devices", "ok", said + (f", {in_bytes(limit)} each for jax" if limit else ""))
 
@@ -280,11 +280,11 @@ def _pool(device: Any) -> Check:
         return Check("pinned pool", "bad", str(error), f"set {POOL_VARIABLE} to a number of GiB, or leave it out")
     pool = f"{in_bytes(limit)} in a process ({POOL_VARIABLE})"
     if device.platform not in ("gpu", "cuda", "rocm"):
-        return Check("pinned pool", "ok", f"no limit of XLA's on this platform; on a GPU {pool}")
+        return Check("pinned pool", "ok", f"XLA sets no limit on this platform; on a GPU {pool}")
     usable = min((n for n in host_memory() if n is not None), default=0)
     if usable > 2 * limit:
         fix = f"set {POOL_VARIABLE} to {POOL_HEADROOM:g} times what the state needs, before jax starts"
-        return Check("pinned pool", "note", f"{pool}, of {in_bytes(usable)} that are there", fix)
+        return Check("pinned pool", "note", f"{pool}, of {in_bytes(usable)} available", fix)
     return Check("pinned pool", "ok", pool)
 
 
@@ -327,4 +327,4 @@ def _self_test(device: Any) -> Check:
         return Check("self-test", "bad", f"the state ended in {sorted(map(str, kinds))}", "report it")
     if not off <= TOLERANCE:
         return Check("self-test", "bad", f"{STEPS} steps differ from the resident ones by {off:.1e}", "report it")
-    return Check("self-test", "ok", f"{STEPS} steps as the resident ones, to {off:.0e}; the state is in {HOST_KIND}")
+    return Check("self-test", "ok", f"{STEPS} steps equal the resident ones to {off:.0e}; the state is in {HOST_KIND}")

@@ -27,14 +27,14 @@ def test_the_doctor():
     done = run("doctor", "--json")
     assert done.exit_code == 0, done.output
     found = json.loads(done.stdout)
-    assert found["next_step"] == "run it where the accelerator is"
+    assert found["next_step"] == "run it on the machine with the accelerator"
     expected = [f"Python {platform.python_version()}", f"jax_offload {jo.__version__}"]
     expected += [f"{module.__name__} {module.__version__}" for module in (jax, jaxlib, optax)]
     assert found["checks"][0] == {"name": "versions", "kind": "ok", "says": ", ".join(expected), "next": ""}
     assert found["ok"] and [check["name"] for check in found["checks"]][-1] == "self-test"
     assert "no accelerator" in found["checks"][1]["says"]
     assert "of the host's memory for each device" in found["checks"][-2]["says"]
-    assert "verdict: this machine can offload; mind: devices" in run("doctor").stdout
+    assert "verdict: this machine can offload; note: devices" in run("doctor").stdout
 
 
 def device(kinds=("device",), platform="gpu", limit=60 * GIB):
@@ -72,11 +72,11 @@ MORE = "set XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB to 1.4 times what the state needs,
         ),
         (  # on a GPU XLA pins no more than the pool has; more than twice of it are there, and are not used
             {"limit": None}, {"available": 200 * GIB}, "2 × X, platform gpu", ("ok", "200 GiB available"),
-            ("note", f"{POOL}, of 200 GiB that are there", MORE),
+            ("note", f"{POOL}, of 200 GiB available", MORE),
         ),
         (
             {"platform": "tpu"}, {}, "2 × X, platform tpu, 60.0 GiB each for jax", ("note", "not known"),
-            ("ok", f"no limit of XLA's on this platform; on a GPU {POOL}", ""),
+            ("ok", f"XLA sets no limit on this platform; on a GPU {POOL}", ""),
         ),
     ],
     ids=["gpu", "more memory than the pool", "tpu"],

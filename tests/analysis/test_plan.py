@@ -340,7 +340,7 @@ def test_an_h100_moves_a_billion_parameters_in_the_time_that_was_measured():
     assert found["offload"].added == pytest.approx(0.30, abs=0.005)
     said = " ".join(found.assumptions)
     assert "h100's link 53 GB/s one way, 39.5 each way at once, measured" in said
-    assert "nothing hides jo.jit's, one way after the other" in said
+    assert "nothing hides jo.jit's, which take turns" in said
     assert "each way at once, assumed" in " ".join(jo.plan(ADAMW, "1B", chip="a100").assumptions)
 
 
