@@ -243,7 +243,7 @@ class Disk:
 
     def _began(self, store: Store) -> None:
         self._opened, self._leaves = store, stored_in(store.entries)
-        self._writing: dict[int, Future[None]] = {}  # entry of the store -> what writes it
+        self._writing: dict[int, Future[None]] = {}  # entry of the store -> the task that writes it
         self._updating = False
         self._failed, self._known = "", ""  # the failure here, and the failure that all processes know
         self._readers = ThreadPoolExecutor(_READERS, "jax_offload reads")
@@ -267,11 +267,11 @@ class Disk:
             store.close()
 
     def _let_go(self) -> None:
-        """Close the files, whatever fails: what was written since the last commit is void."""
+        """Close the files, whatever fails. Writes since the last commit are lost."""
         with contextlib.suppress(OSError, ValueError):
             self.close()
 
-    # ---- what a step asks for --------------------------------------------------------------------------------------
+    # ---- during a step --------------------------------------------------------------------------------------------
 
     def handle(self, name: str, sharding: Sharding) -> OnDisk:
         """Return the placeholder of a leaf in a state of this version. ``sharding``: its place in host memory."""
@@ -385,7 +385,7 @@ class Disk:
             )
         return self._leaves[name]
 
-    # ---- what reads a leaf between steps ---------------------------------------------------------------------------
+    # ---- reads between steps --------------------------------------------------------------------------------------
 
     def array(self, name: str, token: Any, sharding: Sharding | None = None) -> np.ndarray[Any, Any] | jax.Array:
         """Read a leaf's values now: whole, or as an array of a sharding that divides it between processes, if all ask.

@@ -39,7 +39,7 @@ _FIXES = {
 
 @contextlib.contextmanager
 def saying(doing: str, path: Path) -> Iterator[None]:
-    """Add what was being done, and how to fix it, to an ``OSError``."""
+    """Name the operation, and the fix, in an ``OSError``."""
     try:
         yield
     except OSError as error:

@@ -5,7 +5,7 @@ range is the same rows of every device's part along the leaf's first axis. The d
 never changes. A run with another sharding, after ``resume`` for example, reads and writes the same boxes and assembles
 its own parts from them.
 
-The tree of a commit is all that is not on disk already: numbered arrays, and one array that describes them.
+The tree of a commit holds everything that is not on disk already: numbered arrays, and one array that describes them.
 """
 
 from __future__ import annotations

@@ -299,7 +299,7 @@ _CANNOT_LOWER = identity_primitive("jax_offload_cannot_lower", _raise)
 
 
 def check_in_memory(state: Any, what: str) -> None:
-    """Raise ``ValueError`` if a leaf of the state is on disk, as ``what`` takes leaves in memory."""
+    """Raise ``ValueError`` if a leaf of the state is on disk, because ``what`` takes only leaves in memory."""
     leaves = jax.tree.leaves(state, is_leaf=is_on_disk)
     if found := [x for x in leaves if is_on_disk(x)]:
         raise ValueError(

@@ -34,7 +34,7 @@ from jax_offload._schedule.in_scan import InScan, Nest
 
 
 def scanned(plan: InScan, env: Mapping[Var, Any], names: Names) -> Values:
-    """Run the scan with the moved equations inside; return what both make."""
+    """Run the scan with the moved equations inside; return the results of both."""
     scan = plan.scan
 
     def value(v: Any) -> Any:
@@ -71,7 +71,7 @@ Looped = tuple[list[Any], list[Any], Hand]  # a scan's final carry, its stacked 
 
 @dataclasses.dataclass(frozen=True)
 class Emitter:
-    """Emits the iterations, what precedes the first, and what follows the last.
+    """Emits the iterations, the code before the first, and the code after the last.
 
     Attributes:
       others: the other operands of the updates.
@@ -182,7 +182,7 @@ class Emitter:
         for of, vs in parts:
             of.update({v: next(values) for v in vs})
         if gates and (held := [v for v in body.held(phase) if v not in gates]):
-            # XLA for TPUs runs what needs no gate before it, so the first phase would be most of the iteration
+            # XLA for TPUs runs equations that need no gate before it, so the first phase would be most of the iteration
             both = [*gates, *held]
             inner.update(zip(both, _on(["tpu"], together, [inner[v] for v in both]), strict=True))
 

@@ -187,7 +187,7 @@ def _shards(options: Options, updates: Any, state: Any, params: Any) -> list[Sha
                 found.append(None)
             else:
                 shards = known[i]
-                # what does not divide evenly, scales of blocks, is not divided: see `fitted`
+                # arrays that do not divide evenly, such as scales of blocks, stay whole: see `fitted`
                 found.append(tuple(k if n % k == 0 else 1 for n, k in zip(np.shape(x), shards, strict=True)))
     return found
 

@@ -1,6 +1,6 @@
 """An update as one equation of the trace around it, which is not emitted yet.
 
-The equation carries the recipe and all that decides its plan. It is planned where somebody asks for that, and emitted
+The equation carries the recipe and everything that decides its plan. It is planned when somebody asks, and emitted
 where it is lowered, at the latest: so whoever sees a traced step (``placement``, the cut of a step) finds its updates
 and can emit them otherwise. Under ``vmap`` and derivatives the emitted equations take its place.
 """
@@ -238,7 +238,7 @@ def moved(
 def bound(update: Update, args: Sequence[Any]) -> list[Any]:
     """``update`` of these arguments, as one equation of the trace; outside of any trace it runs."""
     program = update.program
-    # what the recipe closes over becomes operands: a tracer among an equation's parameters would outlive its trace
+    # arrays that the recipe closes over become operands: a tracer in an equation's parameters would outlive its trace
     operands = [*program.consts, *args]
     if not any(isinstance(x, Tracer) for x in operands) or not only_callbacks(update.effects):
         return update.emitted(args)

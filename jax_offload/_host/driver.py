@@ -230,7 +230,7 @@ class Driven:
         return {v for v in found if v in self._places and {*self._places[v].device_set} == self._devices}
 
     def _run_by(self, task: Task, writable: Set[Var]) -> Callable[..., Sequence[Any]]:
-        """Return what runs a task: a program of XLA, one pass of the cores, or driven branches and loops."""
+        """Return the runner of a task: a program of XLA, one pass of the cores, or driven branches and loops."""
         if (eqn := task.inner) is not None:
             return _Inner(eqn, task, self._options)
         if not task.on_cores:
@@ -383,7 +383,7 @@ class _Inner:
     def _loop(self, given: Sequence[Any]) -> Sequence[Any]:
         params = self._eqn.params
         n, m = params["cond_nconsts"], params["cond_nconsts"] + params["body_nconsts"]
-        # The body takes the buffers of what it carries, so somebody else's are copied.
+        # The body takes the buffers of its carry, so it gets copies of buffers that others hold.
         others = Counter(map(id, given))
         carry = [x if own and others[id(x)] == 1 else _copied(x) for x, own in zip(given, self._free, strict=True)][m:]
         free = [False] * (m - n) + [True] * len(carry)

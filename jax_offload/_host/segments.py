@@ -95,7 +95,7 @@ def _with_late_arithmetic(step: Staged) -> Staged:
         return slice_of([*own, *s.jaxpr.eqns], s.outputs, s.jaxpr.debug_info, s.shards) if own else s
 
     def instead(values: Iterable[Var]) -> list[Var]:
-        """Replace the results of late arithmetic by what it starts from."""
+        """Replace the results of late arithmetic by its operands."""
         each = ({v} if v not in sent else needed_for(late, [v])[1] & starts for v in values)
         return list(dict.fromkeys(x for found in each for x in sorted(found & made.keys(), key=made.__getitem__)))
 
@@ -164,10 +164,10 @@ def cuts_of(jaxpr: Jaxpr, ready: Sequence[int], most: int, smallest: float) -> l
 
 
 def parts_of(jaxpr: Jaxpr, results: Set[Var], cuts: Sequence[int]) -> list[Slice]:
-    """Divide the equations at the cuts into programs of their own, each with what it computes again."""
+    """Divide the equations at the cuts into programs of their own, each with the values that it computes again."""
     eqns, given = jaxpr.eqns, {*jaxpr.invars}
     producer = {v: k for k, eqn in enumerate(eqns) for v in eqn.outvars}
-    crossing: set[Var] = set()  # what later parts read
+    crossing: set[Var] = set()  # the values that later parts read
     parts: list[Slice] = []
     for start, end in reversed([*itertools.pairwise([0, *cuts, len(eqns)])]):
         own = eqns[start:end]

@@ -87,7 +87,7 @@ class Staged:
       parts: leaf on disk that is read or written in parts -> the variables of its parts, and the rows of each shard
         that they have.
       starts: number of a first row -> its variable, an operand of parts.
-      traced: kind of a slice -> what it does. Slices that do the same are traced once.
+      traced: kind of a slice -> its program. Slices of one kind are traced once.
     """
 
     program: Program
@@ -331,12 +331,12 @@ def _grouped(name: str, slices: Sequence[Slice]) -> Iterator[Stage]:
             group, size = [], 0
 
 
-# ---- what stages exchange --------------------------------------------------------------------------------------------
+# ---- exchange between stages -----------------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Task(Stage):
-    """A stage with what it exchanges with the others.
+    """A stage, and the values that it exchanges with the others.
 
     Attributes:
       inputs: the values that it reads.
@@ -385,7 +385,7 @@ class Task(Stage):
 
 
 def tasks_of(step: Staged, donated: Set[Var]) -> list[Task]:
-    """Decide what each stage of a step leaves for the others; ``donated``: the donated inputs."""
+    """Decide which values each stage of a step leaves for the others; ``donated``: the donated inputs."""
     stages, results = step.stages, {*step.results}
     last = {v: k for k, stage in enumerate(stages) for v in stage.reads}
     by_cores = {v for stage in stages if stage.on_cores for v in stage.reads}

@@ -62,7 +62,7 @@ class Row:
       overhead: ``added`` as a share of the step's arithmetic.
       fits: whether it fits; ``None`` if a part of the sum, or the memory, is not known.
       room: bytes left for the unknown parts; negative if it does not fit.
-      why: why it does not fit, or under what condition it does.
+      why: why it does not fit, or the condition under which it does.
 
     Example:
       >>> import jax, optax, jax_offload as jo

@@ -31,7 +31,7 @@ FRACTION, OTHER_NAME, BY_DEFAULT = "XLA_PYTHON_CLIENT_MEM_FRACTION", "XLA_CLIENT
 BOTH_WAYS = 1.49  # how much more an H100's link carries in both directions at once than in one alone
 PIECE, PIECES = 2**26, 16  # copies of 64 MiB are far beyond the size at which their latency is felt
 ON_CPU = 2**20
-ARRAY = 2**29  # bytes of each of two arrays in host memory: far beyond what caches hold
+ARRAY = 2**29  # bytes of each of two arrays in host memory: far larger than the caches
 REPEATS = 3
 
 

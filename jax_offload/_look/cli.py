@@ -229,7 +229,7 @@ def load(name: str, wanted: str) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class Check:
-    """One line of the report. ``next``: what to do where it is not ok."""
+    """One line of the report. ``next``: the next thing to do if it is not ok."""
 
     name: str
     kind: Literal["ok", "note", "bad"]

@@ -170,7 +170,7 @@ def _lowered(
       step: the step, traced.
       given: its (args, kwargs).
       to: the chip to compile for; ``None``: the step's own devices.
-      arguments: what it is given.
+      arguments: its arguments.
       options: the compiler's options for ``to``; ``None`` means ``jax_offload.compiler_options``.
       sends: whether it is the program before an update that runs elsewhere.
     """
@@ -218,7 +218,7 @@ def _given(step: Any, kept: Sequence[bool] | None = None, carried: Mapping[str, 
     Args:
       step: the step.
       kept: for each of them whether the update that owns it keeps it in host memory.
-      carried: what a pipelined step carries, which it has in dicts, by names.
+      carried: the arguments that a pipelined step carries, as dicts by their names.
     """
     paths = [path for path, _ in tree_flatten_with_path(step.args_info)[0]]
     avals, names = step.jaxpr.in_avals, step.jaxpr.jaxpr.debug_info.arg_names or [""] * len(paths)

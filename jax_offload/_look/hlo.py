@@ -293,7 +293,7 @@ class Computation:
 
 
 class Module:
-    """A scheduled module: its computations, and what its head says.
+    """A scheduled module: its computations, and the facts in its head.
 
     Attributes:
       computations: by name; the entry is ``ENTRY``.
@@ -334,7 +334,7 @@ class Module:
 
     @cached_property
     def run(self) -> list[Computation]:
-        """The computations that run: the entry, then what it calls, in the order of the text."""
+        """The computations that run: the entry, then those that it calls, in the order of the text."""
         found = [self.entry]
         for at in found:
             found += dict.fromkeys(x for op in at.ops for x in op.callees if x not in found)

@@ -371,7 +371,7 @@ def inspected(program: Compiled, chip: str | Path | Chip | None) -> Inspection:
         parts=parts,
         host=host + m.host_temp_size_in_bytes,
         host_temp=m.host_temp_size_in_bytes,
-        # The first of several programs sends what the host's cores read.
+        # The first of several programs sends the operands of the host's cores.
         transfers=transfers(run, "gradients" if program.program else UNKNOWN),
         problems=problems(program, schedule, run),
         timeline=None if speeds is None else run,

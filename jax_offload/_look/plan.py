@@ -234,7 +234,7 @@ class _Rows:
     """The rows for one optimizer and its parameters.
 
     Attributes:
-      notes: what was found on the way, such as a row that could not be compiled.
+      notes: remarks for the reader, such as a row that could not be compiled.
     """
 
     def __init__(self, inner: Any, params: Any, activations: int | None, setting: Plan, made: Steps | None) -> None:
@@ -317,7 +317,7 @@ class Steps:
 
     Attributes:
       target: the chip to compile for; ``None`` if nothing is compiled.
-      advice: what to do to compile for one.
+      advice: how to compile for one.
     """
 
     def __init__(self, make: Callable[..., Any], args: Sequence[Any], target: str | None) -> None:

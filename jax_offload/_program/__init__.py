@@ -1,1 +1,1 @@
-"""A traced program: equations, slices, rows, what each needs; memory, shardings, and all that jax does not document."""
+"""A traced program: equations, slices, rows; memory, shardings, and everything that jax does not document."""

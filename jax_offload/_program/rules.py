@@ -104,7 +104,7 @@ def rule(*names: str) -> Callable[[Rule], Rule]:
     return register
 
 
-# ---- what rules are made of
+# ---- the building blocks of rules
 
 
 def unchanged(eqn: Equation) -> Run:
@@ -152,7 +152,7 @@ def _without(rows: Rows, removed: Sequence[int]) -> Rows:
     return Rows(rows.dim - sum(d < rows.dim for d in removed), rows.per_row)
 
 
-# ---- what may make rows
+# ---- rules of equations that may make rows
 
 
 @rule("iota")
@@ -186,7 +186,7 @@ def broadcast(eqn: Equation, dims: Sequence[Rows | None], where: Where) -> Answe
     return [to], resized(eqn, "shape", to)
 
 
-# ---- what computes
+# ---- rules of arithmetic
 
 
 @rule("optimization_barrier", "psum", "psum_invariant", "pvary", "pmax", "pmin")
@@ -251,7 +251,7 @@ def multiplied(eqn: Equation, dims: Sequence[Rows | None], where: Where) -> Answ
     return [Rows(before + free.index(rows.dim), rows.per_row)], unchanged(eqn)
 
 
-# ---- what only changes shapes
+# ---- rules of equations that only change shapes
 
 
 @rule("pad")

@@ -192,7 +192,7 @@ def divide(program: Program, known: Known, parts: Sequence[Part], number_of: Map
 
 
 def _is_provided(eqn: Equation, v: Var, needs: Mask, known: Known, preludes: Mask) -> bool:
-    """Whether one part makes a variable for all that need it: none of them makes it again."""
+    """Whether one part makes a variable for all parts that need it, so that none of them makes it again."""
     if known.needs_host[v]:
         return False
     shared = needs & preludes or needs.bit_count() > 1

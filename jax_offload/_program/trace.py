@@ -112,7 +112,7 @@ def _passes(gradients: Sequence[Var], eqns: Sequence[Equation]) -> Backward:
             scales += [v for v in variables(made.invars) if v not in arrays]
         else:
             ends.add(id(made))
-            if made.primitive.name not in _LOOPS:  # a loop gives all that it makes at once
+            if made.primitive.name not in _LOOPS:  # the results of a loop appear all at once
                 held |= dict.fromkeys(v for v in variables(made.invars) if _is_floating(v))
     visited, todo, scaled = set[Var](), scales, False
     while todo and not scaled:  # the scale of a gradient is made of these operations' results

@@ -109,7 +109,7 @@ def _opened(program: Program) -> Program:
     known = {v for eqn in program.eqns for v in eqn.outvars}
 
     def without_layers(new: Builder, eqn: Equation, operands: list[Atom]) -> Sequence[Atom] | None:
-        """The barrier that keeps recomputed values apart, for what a scan does not read by rows."""
+        """The barrier that keeps recomputed values apart, without the values that a scan reads by rows."""
         if eqn.primitive.name != "optimization_barrier" or not known.isdisjoint(eqn.outvars):
             return None
         kept = {x: v for x, v in zip(operands, eqn.outvars, strict=True) if isinstance(x, Var) and x not in layers}

@@ -188,8 +188,8 @@ def inlined(program: Program) -> Inlined | None:
         return None
     eqns, updates, own = list[Equation](), list[Update](), dict[int, int]()
     next_of, shards = dict[Var, Var](), dict(program.shards)
-    new, stored = Builder(eqns), dict[Atom, Atom]()  # what the step moves to the host -> the same on the device
-    earlier = set[Atom]()  # what it has moved there before the last pass: an update loads it again
+    new, stored = Builder(eqns), dict[Atom, Atom]()  # value moved to the host -> the same on the device
+    earlier = set[Atom]()  # values that it has moved there before the last pass: an update loads these again
     for eqn in program.eqns:
         if not is_update(eqn):
             if len(earlier) < len(stored) and is_heavy_equation(eqn):

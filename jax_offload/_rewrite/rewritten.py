@@ -157,7 +157,7 @@ def _within_loops(program: Program, like: Equation) -> Program:
     def rule(new: Builder, eqn: Equation, operands: list[Atom]) -> Sequence[Atom] | None:
         if (scan := scan_of(eqn)) is None or not _runs_passes(eqn):
             return None
-        loads = dict[int, Slice]()  # number of a const -> what makes it of leaves in host memory
+        loads = dict[int, Slice]()  # number of a const -> the equations that make it from leaves in host memory
         for k, x in enumerate(scan.consts):
             if isinstance(x, Var) and x in loaded:
                 eqns, _ = needed_for(program.eqns[: at[id(eqn)]], [x], lambda eqn: loaded.issuperset(eqn.outvars))
@@ -193,7 +193,7 @@ def _in_each_iteration(program: Program, scan: Scan, loads: dict[int, Slice], li
     Args:
       program: the step.
       scan: the loop.
-      loads: number of a const -> what loads it. Those that an iteration would load as a whole are removed.
+      loads: number of a const -> the equation that loads it. Loads of whole arrays in an iteration are removed.
       like: an equation of an update of the step.
     """
     leaves = [v for s in loads.values() for v in s.inputs]

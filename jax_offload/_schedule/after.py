@@ -195,7 +195,7 @@ def _gated(slices: Sequence[Planned], gradients: Set[Var], before: tuple[Var, ..
     Args:
       slices: the slices of a pass.
       gradients: the operands that the backward pass makes.
-      before: what the first loads wait for.
+      before: the values for which the first loads wait.
     """
     sizes = [p.bytes_at_once for p in slices]
     done = 0

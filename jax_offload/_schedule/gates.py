@@ -33,7 +33,7 @@ FEW_PLACES = (
     f"its passes, forward and backward, have fewer than {LEAST_GATES} places where parts of an update could wait; "
     "scan over the layers"
 )
-LEAST_FRONT = 2**12  # elements: what a pass goes on with is at least as large
+LEAST_FRONT = 2**12  # elements: a value with which a pass continues has at least as many
 
 
 def interleaved(nodes: Sequence[Node], which: Sequence[int], outputs: Sequence[Var]) -> list[Node]:
@@ -188,7 +188,7 @@ class _Spots:
         for at in sorted({*places, *number}):
             g, here = number.get(at), self.at.get(at, [])
             before = [spot for k in groups[g - 1] for spot in self.at.get(k, [])] if g else []
-            # what moves nothing is through at once, and within a group the gradients; a store has until the next group
+            # spots that move nothing finish at once, as do gradients within a group; a store has until the next group
             tokens = [v for spot in before if spot.moves for v in spot.tokens]
             if not ahead:
                 tokens += [v for spot in here if not spot.moves for v in spot.tokens]
@@ -205,7 +205,7 @@ class _Spots:
     def _groups(self, moving: Sequence[int]) -> list[list[int]]:
         """Group the spots whose leaves move together: small ones, up to the size of a large one.
 
-        One by one they would leave the link idle beside attention.
+        One by one they would leave the link idle during attention.
         """
         sizes = [sum(spot.nbytes for spot in self.at[at]) for at in moving]
         limit = min(sorted(sizes)[-LEAST_GATES:], default=0) * 5 // 4
@@ -266,7 +266,7 @@ class Network:
         for k, node in enumerate(order):
             last = k if is_heavy(node) else max((self.after.get(v, -1) for v in node.reads), default=-1)
             self.after.update(dict.fromkeys(node.makes, last))
-        self.fronts = [  # what a pass could go on with, and the node that makes it
+        self.fronts = [  # the values with which a pass could continue, and the nodes that make them
             (k, v)
             for k, node in enumerate(order)
             for v in reversed(node.makes)
@@ -302,7 +302,7 @@ class Network:
         own = {v for node in self.order if not isinstance(node.payload, Equation | Planned) for v in node.reads}
         late = set[Var]()
         for k, node in enumerate(self.order):
-            if is_heavy(node):  # what an update in one piece reads it takes in turn
+            if is_heavy(node):  # an update in one piece takes the gradients that it reads in turn
                 found = [v for v in node.makes if v in self.read and v not in self.reach and v not in own]
                 late.update(v for v in found if is_large(v))
                 yield from ((k, v) for v in found if v in late)

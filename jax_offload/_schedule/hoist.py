@@ -425,7 +425,7 @@ class Hoist:
     def _buffers(self, s: Slice, how: RowWise) -> tuple[Var | None, ...]:
         """Choose where each result is written: over its old value, or over the array that waited in its place."""
         dims, taken = dict(zip(s.inputs, how.dims, strict=True)), set[Var]()
-        # what the scan reads whole is read until its end
+        # arrays that the scan reads as a whole are needed until its end
         free = [v for v in s.inputs if v not in self._read_whole and v not in self._old]
         found: list[Var | None] = []
         for v, d in zip(s.outputs, how.out_dims, strict=True):
@@ -476,7 +476,7 @@ class _Flow:
 def _flow(eqns: Sequence[Equation], scan: Scan, at: int, claimed: Set[int]) -> _Flow:
     ys = [y for y in scan.ys if not isinstance(y, DropVar) and y.aval.shape[0] == scan.length]
     flow = _Flow({y: Rows(0) for y in ys}, {y: 1 << i for i, y in enumerate(ys)})
-    later = {*scan.carry, *scan.ys}  # all that cannot be known before the scan has run
+    later = {*scan.carry, *scan.ys}  # the values that cannot be known before the scan has run
     of_rows = {*scan.ys}
     for eqn in eqns[at + 1 :]:
         ins = variables(eqn.invars)
@@ -546,7 +546,7 @@ def closure(makers: Makers, wanted: Mapping[Var, Rows | None], dims_of: DimsOf) 
     """
     needed, taken = dict(wanted), list[Equation]()
     todo = {makers[v][0]: makers[v][1] for v in wanted if v in makers}
-    places = [-k for k in todo]  # the last equation first: all that reads its results is known by then
+    places = [-k for k in todo]  # the last equation first: by then all readers of its results are known
     heapq.heapify(places)
     while places:
         eqn = todo[-heapq.heappop(places)]

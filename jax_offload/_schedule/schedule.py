@@ -160,7 +160,7 @@ class Schedule:
     """A schedule: slices and gates in the order in which they run.
 
     Attributes:
-      prelude: what runs first and loads nothing, as one slice.
+      prelude: the equations that run first and load nothing, as one slice.
       first: the prelude in parts, and the gates by which gradients take turns.
       order: the slices with their transfers, and the gates that hold their loads.
       carried: where ``order`` runs in a loop of its own, out of sight of XLA's scheduler: result -> the operand whose

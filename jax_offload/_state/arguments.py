@@ -137,7 +137,7 @@ def check_state(init: Callable[[Any], Any], state: Any, like: Any, cause: Except
     """Raise ``ValueError`` if the state's tree or a leaf's shape is not the one that ``init`` gives."""
     try:
         expected = jax.eval_shape(init, like)
-    except Exception:  # init cannot run on what we have: the original error says more
+    except Exception:  # init cannot run on these parameters: the original error says more
         return
     check_like(state, expected, "state = tx.init(params) makes one for these.", cause)
 

@@ -1,6 +1,6 @@
 """Save a state that is partly on the host with orbax while training goes on, and restore each leaf in its place.
 
-docs/state.md says what orbax does and what was measured. orbax is imported only here, and only when it is called.
+orbax is imported only here, and only when it is called. docs/state.md describes its behavior.
 
 orbax copies NumPy arrays before it writes them in the background. A leaf on disk is handed to it as an array without
 memory, whose copy reads the leaf when tensorstore asks for its values, so that few leaves are in memory at a time.

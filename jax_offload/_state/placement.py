@@ -86,7 +86,7 @@ def place(policy: Policy, state: Any, params: Any) -> list[Leaf]:
     )
 
     leaves: list[Leaf] = []
-    asked: list[bool] = []  # what select says of the leaves that may move
+    asked: list[bool] = []  # the values of select for the leaves that may move
     fractions: list[Governing] = []  # None: the leaf stays
     for k, ((path, x), i) in enumerate(zip(of_state, owners(state, params), strict=True)):
         why, name, selected = stays(x, policy.min_bytes), keystr(path), select(i)
@@ -229,7 +229,7 @@ class Rules:
     values: tuple[Any, ...]
     given: Any
 
-    def __repr__(self) -> str:  # errors show what was given
+    def __repr__(self) -> str:  # errors show the value as given
         return repr(self.given)
 
 

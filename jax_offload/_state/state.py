@@ -177,7 +177,7 @@ _OF_A_STATE: dict[str, Any] = {
     "shard_over": None,
     "update_on": "device",
     "disk": None,
-}  # what only a state has, by default
+}  # by default, values that only a state has
 
 
 def _in_host_memory(x: Any) -> Any:

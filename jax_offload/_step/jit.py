@@ -102,7 +102,7 @@ class Undone:
 
     @classmethod
     def left(cls, step: ClosedJaxpr, result: Any, static: Set[int | str]) -> Any:
-        """Return what the trace of a driven step returns."""
+        """Return the result of tracing a driven step."""
         return jax.tree.unflatten(result, [cls(step, result, static)] * result.num_leaves)
 
     @classmethod

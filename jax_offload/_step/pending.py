@@ -130,7 +130,7 @@ def _of_update(program: Program, number: int, carried: Mapping[Var, Any]) -> Pro
         program=dataclasses.replace(rest.program, shards={**rest.program.shards, **divided}),
         backward=None,  # they are no longer in front of it
         names={**update.names, **{x: f"gradients/{k}" for k, x in enumerate(stored.values())}},
-        rank={**update.rank, **{x: last + k for k, x in enumerate(stored.values())}},  # the state beside them decides
+        rank={**update.rank, **{x: last + k for k, x in enumerate(stored.values())}},  # the state decides the order
     )
     eqns = [*before, *ahead, *storing.eqns, equation_of(rest, program.eqns[at]), *program.eqns[at + 1 :]]
     return dataclasses.replace(program, eqns=eqns)
