@@ -259,7 +259,7 @@ def offload(
             return where_it_was(updates, given), stored(old_where(skip, old, new), [leaf.host for leaf in after])
 
         args = updates, state, params, extra_args, skip
-        if nothing_moves:
+        if nothing_moves and not any(map(on_host, jax.tree.leaves((updates, params)))):
             return recipe(*args)
         updates, state = streamed(recipe, args, next_of=(0, 1), options=options)
         return updates, in_files(state)

@@ -52,6 +52,7 @@ def test_a_difference_is_noticed(mode):
         ({"accumulate": "fori", "skip": "select"}, "jo.jit"),  # reads an old state again
         ({"skip": "skip", "bad batch": True, "optimizer": "noisy"}, "jax.jit"),  # a key in the state
         ({"further leaf": "half", "fraction": 0.0}, "jo.jit, parameters on the host"),  # a moment made of a parameter
+        ({"target": "old", "fraction": 0.0}, "jo.jit, parameters on the host"),  # a copy of the old parameters
         ({"stack": "indexed", "skip": "skip", "second": "gan", "optimizer": "rprop"}, "jo.jit"),  # its rewriting failed
         ({"mesh": "explicit ZeRO-1", "optimizer": "sm3", "inside": "conditionally"}, "jax.jit"),  # refused by name
         ({"tree": "tuple", "optimizer": "adagrad", "inside": "flatten", "select": "w", "scalar": True}, "jo.jit"),
