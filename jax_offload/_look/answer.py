@@ -343,7 +343,7 @@ class Plan:
             found.append(f"host: {in_bytes(best.host)} of pinned memory for each device; {there}")
             needed = math.ceil(best.host * min(self.devices, ON_A_HOST) * POOL_HEADROOM / 2**30)
             if on_gpus(self.chip) and needed * 2**30 > pool_limit():
-                found.append(f"environment: {POOL_VARIABLE}={needed} before jax starts, with one process a host")
+                found.append(f"environment: {POOL_VARIABLE}={needed} before jax starts, with one process per host")
         return tuple(found)
 
     def _time(self, compiled: bool) -> str:
