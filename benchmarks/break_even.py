@@ -1,4 +1,4 @@
-"""From how many tokens per step on offloading is hidden: the chart of docs/plan.md, and its table.
+"""Compute how many tokens per step hide the transfers: the chart of docs/plan.md and its table.
 
     python -m benchmarks.break_even docs/break_even.svg
 
@@ -16,15 +16,15 @@ import jax_offload as jo
 from jax_offload._look.answer import BACKWARD, OPERATIONS
 from jax_offload._look.timeline import compute_time, link_time
 
-# bytes that a parameter's state takes each way, at each step
+# bytes of a parameter's state that cross the link in each direction, in each step
 STORAGES = {"float32 moments, masters": 12.0, "float32 moments": 8.0, "bfloat16": 4.0, "int8": 2.0625}
 CHIPS = ("a100", "h100", "gh200", "v5e")
 
 
 def overhead(chip: jo.types.Chip, nbytes: float, tokens: float, share: float) -> float:
-    """Of a step in bfloat16, for each parameter on a device."""
+    """Return the overhead of a step in bfloat16, for each parameter on a device."""
     compute = compute_time(chip, OPERATIONS * tokens, "bfloat16")
-    link = link_time(chip, nbytes, nbytes) if share else 2 * link_time(chip, nbytes, 0)  # one way after the other
+    link = link_time(chip, nbytes, nbytes) if share else 2 * link_time(chip, nbytes, 0)  # the directions take turns
     return max(0.0, link - share * compute) / compute
 
 
@@ -42,7 +42,7 @@ def draw(path: str | Path) -> None:
     import matplotlib
 
     matplotlib.use("svg")
-    matplotlib.rcParams["svg.hashsalt"] = "break-even"  # the same file every time
+    matplotlib.rcParams["svg.hashsalt"] = "break-even"  # so that the file is the same every time
     from matplotlib import pyplot
 
     tokens = [2 ** (10 + k / 16) for k in range(16 * 8 + 1)]

@@ -1,4 +1,4 @@
-"""What the machinery itself costs, without an accelerator: tracing, lowering and compiling.
+"""Measure the cost of the machinery itself, without an accelerator: tracing, lowering and compiling.
 
     python -m benchmarks.machinery [--leaves 100 400] [--cases NAME ...] [--json FILE]
 
@@ -61,7 +61,7 @@ def case(tx: optax.GradientTransformation, dtype: Any = jnp.float32, **options: 
 
 
 def halves(params: Any) -> Any:
-    """A label for every parameter, in turn."""
+    """Label the parameters ``even`` and ``odd`` in turn."""
     return {name: ("even", "odd")[i % 2] for i, name in enumerate(params)}
 
 
@@ -120,7 +120,7 @@ def stages(each: Case, ours: bool, params: Any, state: Any, and_compile: bool) -
 
 
 def machinery(name: str, sizes: Sequence[int], repeats: int) -> Iterator[dict[str, Any]]:
-    """What ``offload`` adds to the time of a case's stages."""
+    """Yield the time that ``offload`` adds to each stage of a case."""
     each = CASES[name]
     for n in sizes:
         params = parameters(n, 64, each)
@@ -147,7 +147,7 @@ def main() -> None:
     rows: list[dict[str, Any]] = []
     print("| | without offload | offloaded | ratio |\n|---|---:|---:|---:|", flush=True)
     rows_of = (machinery(name, args.leaves, args.repeats) for name in args.cases)
-    for row in itertools.chain.from_iterable(rows_of):  # print each row at once, because all of them take minutes
+    for row in itertools.chain.from_iterable(rows_of):  # each row is printed at once, because all of them take minutes
         print(f"| {row['what']} | {row['plain']:.3f} | {row['ours']:.3f} | {row['ratio']:.2f} |", flush=True)
         rows.append(row)
     about = (

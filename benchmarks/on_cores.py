@@ -1,4 +1,4 @@
-"""What the host's cores reach, update and memory: a driven step on a CPU beside a loop of one pass, and a triad.
+"""Measure updates on the host's cores and their memory: a driven step on a CPU, a one-pass loop, and a triad.
 
     JAX_PLATFORMS=cpu python -m benchmarks.on_cores [--parameters 67108864] [--repeats 15] [--json FILE]
 
@@ -43,7 +43,7 @@ WIDTH, LEAVES = 4096, 16
 
 
 def driven(inner: optax.GradientTransformation, n: int, *, loops: bool = True) -> Callable[[], None]:
-    """An update of ``n`` parameters by ``update_on="host"``, again and again; without ``loops`` by XLA's programs."""
+    """Return an update of ``n`` parameters by ``update_on="host"``; without ``loops`` XLA's programs run it."""
     leaf = jnp.full((n // LEAVES // WIDTH, WIDTH), 0.1)
     params = jax.device_put({str(k): jnp.copy(leaf) for k in range(LEAVES)}, jax.devices()[0])
     tx = jo.offload(inner, update_on="host")
@@ -61,7 +61,7 @@ def driven(inner: optax.GradientTransformation, n: int, *, loops: bool = True) -
 
 
 def rivals(n: int) -> dict[str, Callable[[], None]]:
-    """torch's fused AdamW and DeepSpeed's, which compiles it first; nothing where they are missing."""
+    """Return torch's fused AdamW and DeepSpeed's, which compiles itself first, as far as they are installed."""
     try:
         import torch
     except ImportError:
@@ -79,7 +79,7 @@ def rivals(n: int) -> dict[str, Callable[[], None]]:
 
 
 def loops(n: int) -> dict[str, Callable[[], None]]:
-    """What the machine can do, by numba; nothing where it is missing."""
+    """Return numba's loops, which show what the machine can do; nothing if numba is missing."""
     try:
         import numba
     except ImportError:
@@ -108,9 +108,9 @@ def installed(name: str) -> bool:
 
 
 def timed(runs: dict[str, Callable[[], None]], repeats: int) -> dict[str, list[float]]:
-    """Seconds of each, in turn; the first two rounds compile and fill caches.
+    """Time each function in turn; the first two rounds compile and fill caches.
 
-    Each runs once before it is timed, as the threads of the one before, torch's say, spin for a while.
+    Each runs once before it is timed, because the threads of the previous one, such as torch's, spin for a while.
     """
     times: dict[str, list[float]] = {name: [] for name in runs}
     for k in range(repeats + 2):

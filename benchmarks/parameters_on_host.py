@@ -32,7 +32,7 @@ from tests.aot.model import loss as toy_loss
 
 OUT = Path(__file__).parent / "results" / "parameters_on_host.json"
 ADAMW, SPACE = optax.adamw(1e-3), jax.memory.Space
-LINKS = {"h200": 50e9, "v5e:1x1": 12e9}  # one way, and as much the other way at once, as in tests/aot/compiled.json
+LINKS = {"h200": 50e9, "v5e:1x1": 12e9}  # in each direction at once, as in tests/aot/compiled.json
 WIDE = Model("GPT of width 8192", 8, 8192, 64, 64, 32768, 50304, 4, 2048, dtype=HALF)
 
 
@@ -110,7 +110,7 @@ class Case:
 
 
 def largest(way: str) -> dict[str, Any]:
-    """The result of as many layers as fit: peak and host memory grow in proportion to the layers, but for a rest."""
+    """Return the result for the most layers that fit: peak and host memory grow linearly with the layers."""
     limits = {"peak": 0.95 * jo.chip("h200").hbm_bytes, "host": 1.5e12}  # jax takes 95 % of a GPU at most
 
     def of(layers: int) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Everything that an accelerator has to tell: values, donation, random steps, reports, the link, steps, driven ones.
+"""Test and measure on an accelerator: values, donation, random steps, reports, the link, steps, driven steps.
 
     python -m benchmarks.run                        # make gpu: 9 minutes a part, 40 in all; again: it continues
     python -m benchmarks.run --parts steps --only "1.3b, one scan, 16384 tokens; "

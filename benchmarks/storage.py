@@ -1,4 +1,4 @@
-"""What storing the moments in fewer bits does to training: the example's language model, held-out loss at the end.
+"""Measure how moments in fewer bits affect training: the held-out loss of the example's language model.
 
     python -m benchmarks.storage [--model test] [--steps 1200] [--lr 2e-3] [--seeds 3] [--json FILE]
 

@@ -1,4 +1,4 @@
-"""The processes that run cases: what they say of their machine, and how long they may take.
+"""The processes that run cases, the facts that they report about their machine, and their time limits.
 
     python -m benchmarks.workers PART '["case", ...]' [--toy]
 
@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
-MARK = "benchmarks reports "  # begins the lines that are for the process that waits
+MARK = "benchmarks reports "  # marks the lines for the process that waits
 OUT_OF_MEMORY = ("RESOURCE_EXHAUSTED", "out of memory", "OutOfMemory", "MemoryError")
 LEAST_SECONDS = 5  # nothing begins with less time left
 
@@ -64,7 +64,7 @@ class Worker:
     """
 
     def __init__(self, *args: str, platform: str | None):
-        # beside an accelerator jax's CPU backend updates what is on the host
+        # with an accelerator, jax's CPU backend updates leaves on the host
         platforms = {"JAX_PLATFORMS": platform if platform == "cpu" else f"{platform},cpu"} if platform else {}
         self.stderr = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115  (closed with the worker)
         self.process = subprocess.Popen(

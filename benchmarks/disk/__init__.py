@@ -1,1 +1,1 @@
-"""Sweeps over a store in files, beside what the same disk gives to programs that do nothing else."""
+"""Sweeps over a store in files, compared with plain programs on the same disk."""

@@ -1,12 +1,13 @@
-"""How near a sweep comes to what the disk gives, and to the device's work where that is longer.
+"""Compare a sweep over the store with the disk's own speed, and with the device's work if that takes longer.
 
     python -m benchmarks.disk [--directory DIR] [--mib 4096] [--pairs 7] [--json FILE]
 
-It is what a driven step reads and writes by: ``Disk.fetch``, ``put``, ``advance``, and a commit. Per pair: the store,
-our plain benchmark and fio, one after the other and in turning order, on the same directory and as many bytes, so that
-what else uses the disk meets all alike. Ratios are of neighbours. Checksums are on, a sweep ends with a commit, and
-what is written is synced everywhere. Each has two files, as the store has two slots: it reads what was written last,
-and writes the other. (A program that writes one file again and again is told of a virtual disk's cache.)
+A sweep calls the functions by which a driven step reads and writes: ``Disk.fetch``, ``put``, ``advance``, and a commit.
+In each round the store, our plain benchmark and fio run one after the other, in alternating order, on the same
+directory and with as many bytes, so that other users of the disk disturb all of them alike. Ratios compare neighboring
+runs. Checksums are on, a sweep ends with a commit, and all of them sync their writes. Each has two files, as the store
+has two slots: it reads the file written last, and writes the other one, because a virtual disk's cache would serve a
+program that writes the same file again and again.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ Program = Callable[[Path | None, Path | None, int], float]
 def of_ways(
     sweeps: Sweeps, kind: str, slots: Sequence[Path], nbytes: int, under_way: list[dict[str, float]]
 ) -> dict[str, Timed]:
-    """Ways to move the same bytes; each gives bytes per second, and the store's says which calls were ``under_way``."""
+    """Return ways to move the same bytes. Each gives bytes per second; the store's adds the calls ``under_way``."""
     reads, writes = kind != "write", kind != "read"
     total = nbytes * (reads + writes)
 
@@ -58,7 +59,7 @@ def of_ways(
 
 
 def in_turn(ways: dict[str, Timed], pairs: int) -> dict[str, list[float]]:
-    """Each way ``pairs`` times, the order turned round each time."""
+    """Run each way ``pairs`` times, and reverse the order each time."""
     found: dict[str, list[float]] = {name: [] for name in ways}
     for k in range(pairs):
         for name in list(ways)[:: 1 if k % 2 else -1]:
@@ -71,7 +72,7 @@ def spread(values: Sequence[float]) -> dict[str, float]:
 
 
 def row(kind: str, found: dict[str, list[float]], under_way: Sequence[dict[str, float]]) -> dict[str, Any]:
-    """Bytes per second of each way, and the store's as a share of the others', of neighbours."""
+    """Return the bytes per second of each way, and the store's share of the others' in neighboring runs."""
     shares = {
         f"store / {name}": spread([x / y for x, y in zip(found["store"], found[name], strict=True)])
         for name in found
@@ -87,7 +88,7 @@ def row(kind: str, found: dict[str, list[float]], under_way: Sequence[dict[str, 
 
 
 def behind(sweeps: Sweeps, pairs: int, per_group: float) -> dict[str, Any]:
-    """Sweeps in which the device's work takes longer than the disk's: seconds beside that work alone."""
+    """Run sweeps in which the device works longer than the disk; return their seconds and those of the work alone."""
     delay = 2 * per_group
     alone = delay * (1 + sweeps.count)  # the gradients, and each group
     taken = [sweeps.sweep(delay=delay)[0] for _ in range(pairs)]

@@ -1,4 +1,4 @@
-"""The disk by itself: whole files by O_DIRECT in threads, and by fio."""
+"""Measure the disk alone: whole files with O_DIRECT in threads, and with fio."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 BLOCK = 8 * 2**20
-THREADS = 8  # a direction: with four a virtual disk read less
+THREADS = 8  # threads in each direction; with four, a virtual disk read more slowly
 
 
 def make(path: Path, nbytes: int) -> Path:
-    """A file whose blocks have been written, as reading space that was only reserved would not touch the disk."""
+    """Make a file and write its blocks, because reading space that is only reserved does not touch the disk."""
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
     os.posix_fallocate(descriptor, 0, nbytes)
     os.close(descriptor)
@@ -26,7 +26,7 @@ def make(path: Path, nbytes: int) -> Path:
 
 
 def ours(read: Path | None, written: Path | None, nbytes: int) -> float:
-    """Seconds for ``nbytes`` of each: eight threads a direction, 8 MiB a call; written bytes synced."""
+    """Return the seconds for ``nbytes`` of each, with eight threads in each direction and 8 MiB per call."""
     jobs: list[tuple[Callable, int, mmap.mmap, range]] = []
     opened = []
     for path, call in ((read, os.preadv), (written, os.pwritev)):
@@ -58,7 +58,7 @@ def ours(read: Path | None, written: Path | None, nbytes: int) -> float:
 
 
 def fio(read: Path | None, written: Path | None, nbytes: int) -> float:
-    """The same by fio: eight calls of 8 MiB in flight a direction. Seconds of the direction that took longer."""
+    """Do the same with fio, with eight calls in flight; return the seconds of the slower direction."""
     command = ["fio", "--output-format=json", "--direct=1", "--ioengine=libaio", "--iodepth=8", "--bs=8m"]
     command += [f"--size={nbytes}", "--group_reporting=0"]
     for path, kind in ((read, "read"), (written, "write")):

@@ -22,7 +22,7 @@ from jax_offload._program.memory import HOST_KIND
 
 
 class Counted:
-    """Bytes of the state that were read and written, and from when to when each call of the system took."""
+    """The bytes of the state that were read and written, and the begin and end of each system call."""
 
     def __init__(self) -> None:
         self.bytes = {"read": 0, "write": 0}
@@ -48,7 +48,7 @@ class Counted:
 
 
 def in_flight(calls: Sequence[tuple[float, float]], seconds: float) -> dict[str, float]:
-    """How many calls are under way, on average over so many seconds, and in which share of these is none."""
+    """Return how many calls are under way on average over some seconds, and the share of the time without any."""
     busy, until = 0.0, 0.0
     for begin, end in sorted(calls):
         busy += max(0.0, end - max(begin, until))
@@ -75,12 +75,12 @@ class Sweeps:
         places = [Place(self.disk, name, of_one.shape, of_one.dtype, self.where) for name in names]
         self.disk.fill(places, (of_one for _ in names))
         self.names, self.step = names, 0
-        for _ in range(2):  # both slots: space that was only reserved is written at another speed
+        for _ in range(2):  # both slots, because space that is only reserved is written at another speed
             self.write()
         self.sweep()
 
     def sweep(self, *, writes: bool = True, delay: float = 0.0) -> tuple[float, dict[str, int]]:
-        """Seconds until all is on disk and nothing under way, and the bytes moved.
+        """Return the seconds until everything is on disk, and the bytes moved.
 
         As ``_host.moving.Moving`` asks: before the gradients, which take a ``delay`` too, reads of the first groups
         begin; at last everything is written, and committed.
@@ -109,7 +109,7 @@ class Sweeps:
         return taken, {kind: self.files.bytes[kind] - before[kind] for kind in before}
 
     def write(self) -> tuple[float, dict[str, int]]:
-        """The same for writes alone."""
+        """Do the same for writes alone."""
         before = dict(self.files.bytes)
         self.files.calls.clear()
         begin = time.perf_counter()

@@ -17,7 +17,7 @@ from tests.support.donations import CASES, STEPS, arrays, buffers
 # A wrong reuse of a buffer may end the process: then a new one runs the rest.
 ALONE = False
 TIMED = False
-VALUES = 1e-5  # relative, of a leaf: with and without donation are two programs
+VALUES = 1e-5  # the relative difference of a leaf: steps with and without donation are two programs
 FRACTIONS = (1.0, 0.5)
 
 
@@ -26,7 +26,7 @@ def cases(toy: bool) -> list[str]:
 
 
 def differences(a: Any, b: Any) -> dict[str, float]:
-    """Path -> the largest difference by the largest number of ``b``; 0 for leaves that are all 0 in both."""
+    """Map each path to the largest difference, divided by the largest number of ``b``; 0 if both leaves are 0."""
 
     def one(x: Any, y: Any) -> float:
         x, y = np.asarray(x, np.float64), np.asarray(y, np.float64)
@@ -43,12 +43,12 @@ def fetched(tree: Any) -> Any:
 
 
 def run(name: str, toy: bool) -> dict[str, Any]:
-    with jax.default_matmul_precision("highest"):  # two programs may multiply differently where fewer bits are allowed
+    with jax.default_matmul_precision("highest"):  # two programs may multiply differently if fewer bits are allowed
         return compared(name)
 
 
 def compared(name: str) -> dict[str, Any]:
-    """Some steps with donation beside the same without."""
+    """Compare some steps with donation with the same steps without."""
     case, fraction = name.split("; fraction ")
     build, donate, state_first, _ = CASES[case]
     tx = jo.offload(optax.adam(1e-2), fraction=float(fraction), min_bytes=0)

@@ -18,7 +18,7 @@ from benchmarks.parts.steps import clocked
 from benchmarks.parts.values import LEAF, PRECISION, apart, judged, on_host, relative
 from jax_offload._disk.placeholder import is_on_disk
 
-ALONE = True  # of processes whose pinned memory is another's nobody knows how fast they would be
+ALONE = True  # another process's pinned memory would change how fast these are
 TIMED = True
 WARMUP, STEPS, TOY_STEPS = 3, 10, 2
 SIZE, TOY = (8, 4096, 8192), (3, 128, 8)  # layers, width, batch
@@ -53,7 +53,7 @@ def step_of(tx: Any) -> Any:
 
 
 def first_of(size: tuple[int, int, int], stacked: bool) -> tuple[Any, jax.Array]:
-    """The first parameters, a matrix a layer, or one array, and a batch."""
+    """Return the first parameters, as a matrix per layer or as one array, and a batch."""
     layers, width, rows = size
     there = jax.sharding.SingleDeviceSharding(jax.devices()[0], memory_kind="device")
     shapes = {f"layer_{k:02}": jax.ShapeDtypeStruct((width, width), jnp.float32) for k in range(layers)}
@@ -64,14 +64,14 @@ def first_of(size: tuple[int, int, int], stacked: bool) -> tuple[Any, jax.Array]
 
 
 def kinds(state: Any) -> dict[str, str]:
-    """Path -> memory kind, or that it is on disk."""
+    """Map each path to a memory kind, or to the disk."""
     flat = jax.tree_util.tree_flatten_with_path(state, is_leaf=is_on_disk)[0]
     files = {jax.tree_util.keystr(path): DISK for path, x in flat if is_on_disk(x)}
     return files | where.kinds([x for _, x in flat if not is_on_disk(x)])
 
 
 def places(state: Any) -> list[list[int]]:
-    """The addresses of what is in host memory."""
+    """Return the addresses of the leaves in host memory."""
     leaves = [x for x in jax.tree.leaves(state, is_leaf=is_on_disk) if isinstance(x, jax.Array)]
     return [where.addresses(x) for x in leaves if x.sharding.memory_kind == "pinned_host"]
 

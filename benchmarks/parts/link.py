@@ -16,7 +16,7 @@ import numpy as np
 
 ALONE, TIMED = False, True
 MIB = 2**20
-SIZES = [64, 16, 256, 8, 32, 128, 4, 512, 2, 1]  # the sizes of real leaves first
+SIZES = [64, 16, 256, 8, 32, 128, 4, 512, 2, 1]  # real leaves have the first of these sizes
 DRIVER = "by the driver"
 IN_FLIGHT = [1, 2, 4, 16]
 LIMIT = "xla_gpu_experimental_parallel_async_compute_limit"
@@ -28,7 +28,7 @@ def cases(toy: bool) -> list[str]:
 
 
 def copies(size: int, total: int) -> int:
-    """How many copies of ``size`` bytes each: ``total`` bytes, but not more than 256."""
+    """Return how many copies of ``size`` bytes make ``total`` bytes, at most 256."""
     return max(4, min(256, total // size))
 
 
@@ -43,7 +43,7 @@ def median_seconds(run: Callable[[], Any], repeats: int) -> float:
 
 
 def in_jax(total: int, sizes: list[int], repeats: int) -> Iterator[dict[str, Any]]:
-    """Copies of whole buffers in one compiled program, which returns them on the other side."""
+    """Copy whole buffers in one compiled program, which returns them on the other side."""
     device = jax.devices()[0]
     here = jax.sharding.SingleDeviceSharding(device, memory_kind="device")
     there = jax.sharding.SingleDeviceSharding(device, memory_kind="pinned_host")

@@ -1,4 +1,4 @@
-"""The usual recipe: what everyone else does."""
+"""The usual recipe, as other libraries follow it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import optax
 
 
 def usual_recipe(inner: optax.GradientTransformation) -> optax.GradientTransformation:
-    """What the jax guide, AXLearn and MaxText do: the whole state in, update, the whole state out."""
+    """Load the whole state, update, store the whole state: the recipe of the jax guide, AXLearn and MaxText."""
     space = jax.memory.Space
 
     def put(tree: Any, to: Any) -> Any:

@@ -41,7 +41,7 @@ REPORTS = {"placement": placement, "inspect": inspect, "verify": verify, "profil
 
 
 def run(name: str, toy: bool) -> dict[str, Any]:
-    """The report as text; ``wrong`` is for whoever reads it to say."""
+    """Return the report as text; its reader decides whether something is wrong."""
     if name == "doctor":
         done = subprocess.run([sys.executable, "-m", "jax_offload", "doctor"], capture_output=True, text=True)
         return {"text": done.stdout + done.stderr[-2000:], "code": done.returncode}

@@ -33,7 +33,7 @@ class System(NamedTuple):
 
     Attributes:
       offload: the options of ``jo.offload``; ``None``: the state stays on the device, or moves by the usual recipe.
-      way: what the step runs under.
+      way: the function that runs the step.
       gradients: where they wait under ``jo.pipelined``.
       masters: whether parameters are bfloat16, with float32 masters in the state.
       recipe: whether the state moves by the usual recipe.
@@ -107,7 +107,7 @@ def training_step(tx: optax.GradientTransformation, loss: Callable[[Any, Any], j
 
     def step(params: Any, state: Any, batch: jax.Array) -> Any:
         value, grads = jax.value_and_grad(loss)(params, batch)
-        if masters:  # they write the parameters themselves
+        if masters:  # these steps write the parameters themselves
             params, state = jo.update_params(tx, grads, state, params)
             return params, state, value
         updates, state = tx.update(grads, state, params)
@@ -160,19 +160,19 @@ def program(case: Case, sharding: jax.sharding.Sharding, dtype: Any, attention: 
     how: dict[str, Any] = {"donate_argnums": (0, 1), "out_shardings": (*shardings, sharding)}
     if system.way == JITTED:
         jitted = jo.jit(step, **how)
-    else:  # a step that is seen whole brings its own options
+    else:  # jo.jit and jo.pipelined set their own options
         options = jo.compiler_options("cuda") if gpu and system.offload is not None else None
         jitted = jax.jit(step, **how, compiler_options=options)
     return Program(begin, jitted, args, None, args[1])
 
 
 def fused_attention() -> str | None:
-    """cuDNN's attention where it runs, as XLA's own keeps all scores. Tried on something small."""
+    """Return cuDNN's attention if it runs, which a small trial shows, because XLA's own keeps all scores."""
     x = jnp.ones((1, 128, 2, 64), jnp.bfloat16)
     try:
         attend = partial(jax.nn.dot_product_attention, is_causal=True, implementation="cudnn")
         jax.block_until_ready(jax.jit(jax.grad(lambda q: attend(q, q, q).astype(jnp.float32).sum()))(x))
-    except Exception:  # whatever it lacks, the benchmark can do without and says so
+    except Exception:  # whatever is missing, the benchmark goes on without it and says so
         return None
     return "cudnn"
 
@@ -204,7 +204,7 @@ def nbytes(state: Any, *, host: bool) -> int:
 
 
 def predicted(seen: Any, state: Any) -> dict[str, Any]:
-    """What the compiled program says."""
+    """Return the figures of the compiled program."""
     moved, simulated = seen.loaded + seen.stored, seen.timeline
     return {
         "peak_bytes": seen.peak,
@@ -270,5 +270,5 @@ def run(name: str, toy: bool) -> dict[str, Any]:
             args = (given,) if it.train is not None else given
             profile = jo.profile(it.train or it.jitted, *args, batch(0), steps=2)
             return found | {"profile": profile.to_dict()}
-        except Exception as error:  # the times that were measured without it stand
+        except Exception as error:  # the times measured without the profiler remain valid
             return found | {"profiler_error": f"{type(error).__name__}: {error}"[:200]}

@@ -63,14 +63,14 @@ def cases(toy: bool) -> list[str]:
 def options(variant: str, params: Any) -> dict[str, Any]:
     if variant == "tiny window":  # a chunk holds a 96th of the moments of the largest leaf
         return {"window": max(x.size * 4 for x in jax.tree.leaves(params)) // 24}
-    if variant == "reverse order":  # of the backward pass: that of the forward pass
+    if variant == "reverse order":  # the order of the forward pass, instead of the backward pass
         blocks = sorted(name for name in params if name.startswith("block"))
         return {"order": [f"^{name}(/|$)" for name in ("embed", "positions", *blocks, "norm")]}
     return {}
 
 
 def first_parameters(shape: Shape, scans: int, *, masters: bool, nudge: float = 0.0) -> Any:
-    """The first parameters; ``nudge``: every number is larger by this share."""
+    """Return the first parameters; ``nudge`` is the share by which every number is larger."""
     params = jax.tree.map(lambda p: p * (1 + nudge), gpt.init(shape, scans))
     params = jax.tree.map(lambda p: p.astype(jnp.bfloat16), params) if masters else params
     return jax.device_put(params, jax.sharding.SingleDeviceSharding(jax.devices()[0], memory_kind="device"))
@@ -147,7 +147,7 @@ def train(
 
 @functools.cache
 def resident(name: str, model: str, toy: bool, nudge: float = 0.0) -> dict[str, Any]:
-    """All on the device. Where the state is stored in fewer bits, in those too."""
+    """Train with the whole state on the device, in the same number of bits."""
     make, storage, masters = OPTIMIZERS[name]
     shape = TOY if toy else SHAPE
     tx = make() if storage is None else jo.offload(make(), storage=storage, fraction=0.0, min_bytes=0)
@@ -156,7 +156,7 @@ def resident(name: str, model: str, toy: bool, nudge: float = 0.0) -> dict[str, 
 
 
 def apart(a: dict[str, np.ndarray], b: dict[str, np.ndarray]) -> dict[str, float]:
-    """Path -> the norm of the difference by that of ``b``."""
+    """Map each path to the norm of the difference, divided by the norm of ``b``."""
     assert a.keys() == b.keys(), sorted(a.keys() ^ b.keys())
     return {k: float(np.linalg.norm(a[k] - b[k]) / max(float(np.linalg.norm(b[k])), 1e-30)) for k in b}
 
@@ -166,7 +166,7 @@ def relative(a: list[float], b: list[float]) -> list[float]:
 
 
 def judged(first: dict[str, float], losses: list[float], misplaced: list[str], leaf_limit: float) -> list[str]:
-    """What is wrong, in words; a number that is none is."""
+    """Say in words what is wrong; NaN is wrong."""
     wrong = [f"{path}: {x:.1e} apart after a step" for path, x in first.items() if not x <= leaf_limit]
     if not losses[-1] <= LOSS:
         wrong.append(f"the last loss is {losses[-1]:.1e} apart")
@@ -194,7 +194,7 @@ def run(name: str, toy: bool) -> dict[str, Any]:
         "losses_apart": losses,
         "memory_kinds": ours["kinds"],
     }
-    if variant == VARIANTS[0]:  # how far rounding alone takes it: the last bit of the first parameters
+    if variant == VARIANTS[0]:  # how far rounding alone moves the losses: the first parameters differ in the last bit
         nudged = resident(optimizer, model, toy, 2.0**-23)
         result["losses_apart_by_the_last_bit"] = relative(nudged["losses"], theirs["losses"])
     return result

@@ -1,4 +1,4 @@
-"""Where arrays are: as jax says, and as the driver says of their addresses."""
+"""The memory of arrays, by jax's record and by the driver, which knows their addresses."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def kinds(tree: Any) -> dict[str, str]:
 
 
 def misplaced(tree: Any, expected: Any) -> list[str]:
-    """Leaves that are not in the memory of those of ``expected``, arrays or their shapes."""
+    """Return the leaves that are in another memory than those of ``expected``, arrays or their shapes."""
     wanted = [x.sharding.memory_kind for x in jax.tree.leaves(expected)]
     return [f"{path}: {kind}" for (path, kind), want in zip(kinds(tree).items(), wanted, strict=True) if kind != want]
 
