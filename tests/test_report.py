@@ -267,7 +267,6 @@ def test_gradients_that_wait_for_each_other_are_in_the_table_of_a_step():
     table = jo.placement(step, params, jo.abstract_state(tx, params))
     assert table.in_turn == ("uses gradients in turn, 2 of them once the one before has been",)
     assert f"before anything is loaded: {table.in_turn[0]}" in words(table)
-    assert table.to_dict()["in_turn"] == list(table.in_turn)
 
 
 def test_what_an_update_loads_that_is_no_argument_is_in_the_table_of_a_step():
@@ -284,7 +283,7 @@ def test_what_an_update_loads_that_is_no_argument_is_in_the_table_of_a_step():
     assert first.endswith(" chunks of axis 0, 2 leaves together") and second == (
         "whole, 2 leaves together, through 0.39 MiB",
     )
-    assert second[0] in words(table) and table.to_dict()["elsewhere"] == list(second)
+    assert second[0] in words(table)
     created = jo.placement(lambda params: small.update(params, small.init(params), params), params)
     assert not created.leaves and created.elsewhere == (f"{first}, through 0.01 MiB",)
 

@@ -17,7 +17,7 @@ from functools import cached_property
 from typing import Any
 
 from jax_offload._look.chips import FRACTION, Chip, jax_takes, on_gpus
-from jax_offload._look.text import aligned, in_bytes, in_seconds, preformatted, terminal_width
+from jax_offload._look.text import aligned, in_bytes, in_seconds, terminal_width
 from jax_offload._look.timeline import link_time
 from jax_offload._program.memory import POOL_HEADROOM, POOL_VARIABLE, pool_limit
 
@@ -258,8 +258,6 @@ class Plan:
 
     def __repr__(self) -> str:
         return self.describe()
-
-    _repr_html_ = preformatted
 
     @cached_property
     def _answer(self) -> tuple[str, str, Row | None]:

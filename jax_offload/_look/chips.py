@@ -1,4 +1,4 @@
-"""Figures for accelerators and their hosts, from ``chips.toml``, a user's file or a measurement on this machine."""
+"""Figures for accelerators and their hosts, from ``chips.toml`` or a measurement on this machine."""
 
 from __future__ import annotations
 
@@ -22,13 +22,11 @@ from jax_offload._program.memory import DEVICE_KIND, HOST_KIND, Space, check_pla
 from jax_offload._step.jit import compiler_options
 
 _FILE = Path(__file__).with_name("chips.toml")
-_PLATFORMS = ("cuda", "tpu")
 _TPU_KINDS = {"v5 lite": "v5e", "v5": "v5p", "v6 lite": "v6e"}  # as jax has them in device_kind
 # Suffixes of the card that the figures describe, as opposed to PCIe, NVL, a MIG slice, or another memory.
 _SAME_CARD = re.compile(r"sxm\d*|hbm\w*|80gb|141gb|480gb")
 
 FRACTION, OTHER_NAME, BY_DEFAULT = "XLA_PYTHON_CLIENT_MEM_FRACTION", "XLA_CLIENT_MEM_FRACTION", 0.75
-BOTH_WAYS = 1.49  # how much more an H100's link carries in both directions at once than in one alone
 PIECE, PIECES = 2**26, 16  # copies of 64 MiB are far beyond the size at which their latency is felt
 ON_CPU = 2**20
 ARRAY = 2**29  # bytes of each of two arrays in host memory: far larger than the caches
@@ -86,24 +84,20 @@ class Chip:
         return dataclasses.replace(self, host_link=link, host_link_both=both, sources={**self.sources, **said})
 
 
-_FIGURES = {f.name: f.type for f in dataclasses.fields(Chip) if f.type in ("int", "float")}
-
-
 class Chips:
     """Return the figures of an accelerator, known by its name or measured.
 
     Args:
       name: a name that the library knows (``a100``, ``h100``, ``h200``, ``b200``, ``gh200``, ``gb200``, ``v5e``,
-        ``v5p``, ``v6e``); jax's name for a device, ``jax.devices()[0].device_kind``; the path of your own file,
-        ``my_chip.toml``, with the fields of ``Chip`` at its top level; or a ``Chip``, which is returned. A file takes
-        the figures that it lacks from the chip in its line ``like = "a100"``, or from the ``h100``.
+        ``v5p``, ``v6e``); jax's name for a device, ``jax.devices()[0].device_kind``; or a ``Chip``, which is returned.
+        For another card change a known one: ``dataclasses.replace(jax_offload.chip("h100"), host_link=25e9)``.
 
     Returns:
       A ``Chip``. ``jax_offload.chip.measured()`` returns this machine's accelerator, with its link measured.
 
     Raises:
       TypeError: ``name`` is none of these.
-      ValueError: no chip has that name; or the file holds an unknown figure or one that is not a number.
+      ValueError: no chip has that name.
 
     Example:
       >>> import jax_offload as jo
@@ -111,23 +105,18 @@ class Chips:
       16.0
     """
 
-    def __call__(self, name: str | Path | Chip) -> Chip:
+    def __call__(self, name: str | Chip) -> Chip:
         if isinstance(name, Chip):
             return name
-        if not isinstance(name, str | Path):
-            raise TypeError(
-                f"chip: expected a name, a path or a Chip; got a {type(name).__name__}. Known: {_listed()}."
-            )
-        path = Path(name)
-        if path.suffix == ".toml":
-            return _of_file(path)
-        found = known_as(str(name))
-        if found is None:
-            raise ValueError(
-                f"chip: {str(name)!r} is not known. Known: {_listed()}; or the path of a .toml with the figures of "
-                "another."
-            )
-        return _known()[found]
+        known = f"Known: {', '.join(_known())}"
+        if not isinstance(name, str):
+            raise TypeError(f"chip: expected a name or a Chip; got a {type(name).__name__}. {known}.")
+        if found := known_as(name):
+            return _known()[found]
+        raise ValueError(
+            f"chip: {name!r} is not known. {known}; or dataclasses.replace(jax_offload.chip('h100'), ...) with the "
+            "figures of another."
+        )
 
     def measured(self, device: Any = None) -> Chip:
         """Measure the link and the host's memory of this machine, and return the figures of its accelerator.
@@ -190,9 +179,6 @@ def jax_takes(chip: Chip | None) -> tuple[float, str]:
     return share, f"jax takes {share:.0%} ({name or f'by default; {FRACTION} sets another share'})"
 
 
-# -- from files
-
-
 def known_as(name: str) -> str | None:
     """Return the known chip that a name stands for: ``tpu-v5e``, ``NVIDIA H100 80GB HBM3``, ``TPU v5 lite``."""
     plain = re.sub(r"nvidia|tpu", "", name.lower()).strip(" -_")
@@ -200,47 +186,9 @@ def known_as(name: str) -> str | None:
     return first if first in _known() and all(map(_SAME_CARD.fullmatch, rest)) else None
 
 
-def _listed() -> str:
-    return ", ".join(_known())
-
-
 @functools.cache
 def _known() -> dict[str, Chip]:
-    return {name: _parsed(name, table, name) for name, table in tomllib.loads(_FILE.read_text()).items()}
-
-
-def _of_file(path: Path) -> Chip:
-    if not path.exists():
-        raise ValueError(f"chip: there is no file {str(path)!r}. Known without one: {_listed()}.")
-    try:
-        table = tomllib.loads(path.read_text())
-    except (OSError, ValueError) as error:
-        raise ValueError(f"chip: {path} is no TOML, lines of name = number: {error}") from error
-    like = chip(table.pop("like", "h100"))
-    sources = (
-        {key: f"as {like.name}" for key in _FIGURES} | {key: str(path) for key in table} | table.get("sources", {})
-    )
-    if "host_link" in table and "host_link_both" not in table:
-        table["host_link_both"] = BOTH_WAYS * table["host_link"]
-        sources["host_link_both"] = f"assumed: {BOTH_WAYS} times one way, as measured on an h100"
-    base = {f.name: getattr(like, f.name) for f in dataclasses.fields(like)}
-    return _parsed(table.pop("name", path.stem), base | table | {"sources": sources}, str(path))
-
-
-def _parsed(name: str, table: Mapping[str, Any], where: str) -> Chip:
-    if unknown := table.keys() - {"name", "platform", "sources", *_FIGURES}:
-        known = ", ".join(("platform", *_FIGURES))
-        raise ValueError(f"chip: {where} has {', '.join(sorted(unknown))}; a chip has {known}.")
-    for key in _FIGURES:
-        value = table[key]
-        if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
-            raise ValueError(f"chip: {key} in {where} is {value!r}; expected a number above 0, in bytes or per second.")
-    if table["platform"] not in _PLATFORMS:
-        raise ValueError(
-            f"chip: platform in {where} is {table['platform']!r}; expected one of {', '.join(_PLATFORMS)}."
-        )
-    figures: Any = {key: int(table[key]) if of == "int" else float(table[key]) for key, of in _FIGURES.items()}
-    return Chip(**{**table, **figures, "name": name})
+    return {name: Chip(name, **table) for name, table in tomllib.loads(_FILE.read_text()).items()}
 
 
 # -- measured

@@ -87,7 +87,7 @@ def parser() -> argparse.ArgumentParser:
     model = commands.choices["plan"].add_mutually_exclusive_group(required=True)
     model.add_argument("model", nargs="?", metavar="MODEL")
     model.add_argument("--params", help="the same as MODEL, where that is a number")
-    option("--chip", help="the accelerator: h100, v5e, ..., or a .toml of yours")
+    option("--chip", help="the accelerator: h100, v5e, ...")
     option("--device-memory", help="of one device: 80GiB; the chip's where it is left out")
     option("--host-memory", help="of each host: 256GiB; the chip's figure where it is left out")
     option("--activations", help="of one device, where you know them: 10GiB")

@@ -13,20 +13,17 @@ import importlib.util
 import os
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
 import optax
 from jax.experimental import topologies
-from jax.sharding import SingleDeviceSharding
 from jax.tree_util import tree_flatten_with_path
 
 from jax_offload._disk.placeholder import TOKEN, OnDisk, Place, is_on_disk
-from jax_offload._emit.find import holds_driven_update, kept_on_host, updates_in
-from jax_offload._emit.region import Update
+from jax_offload._emit.find import holds_driven_update, kept_on_host
 from jax_offload._host.driver import Driven
 from jax_offload._host.stages import BEFORE
 from jax_offload._look.callables import jitted, may_be_step, opened
@@ -37,7 +34,7 @@ from jax_offload._program.arrays import is_traced
 from jax_offload._program.memory import HOST_KIND, in_its_memory, is_host_aval
 from jax_offload._program.shardings import sharding_of
 from jax_offload._state.around import described
-from jax_offload._step.jit import Jitted, Step, compiler_options, options_for_sending
+from jax_offload._step.jit import Jitted, Step, options_for_sending
 from jax_offload._step.pipelined import Pipelined
 from jax_offload._step.rotated import names_of
 
@@ -130,30 +127,21 @@ def compiled(step: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], target
         raise TypeError(
             f"step: expected a training step, jitted or not, and its arguments; got a {type(step).__name__}."
         )
+    kept = carried = None
     if isinstance(step, Pipelined):
         step, args, carried = step.turned(*args, **kwargs)
-        whole = step.trace(*args)
-        return _lowered(whole, (args, {}), to, _given(whole, carried=carried), _options(step, whole, args, {}, to))
-    step, args, kwargs = jitted(*opened(step, *jax.tree.map(in_its_memory, (args, dict(kwargs)))))
-    given, whole = (args, dict(kwargs)), step.trace(*args, **kwargs)
-    if isinstance(step, Jitted) and any(map(holds_driven_update, whole.jaxpr.jaxpr.eqns)):
-        return _first_program(step, given, whole, to)
-    as_written = whole
-    if isinstance(step, Jitted):  # which takes updates apart
-        written = Step(step.__wrapped__, as_written=True)
-        with described():
-            as_written = jax.jit(written, **step._options).trace(*args, **kwargs)
-    arguments = _given(whole, kept_on_host(as_written.jaxpr))
-    return _lowered(whole, given, to, arguments, _options(step, whole, args, kwargs, to))
-
-
-def _options(
-    step: Any, whole: jax.stages.Traced, args: tuple[Any, ...], kwargs: Mapping[str, Any], to: Target | None
-) -> Mapping[str, Any] | None:
-    """Return the compiler's options for a step on ``to``: its own ones, if it has any."""
-    if to is not None and isinstance(step, Jitted):
-        return step.compiling(to.platform, args, kwargs)
-    return private.options_of(whole)
+        kwargs, whole = {}, step.trace(*args)
+    else:
+        step, args, kwargs = jitted(*opened(step, *jax.tree.map(in_its_memory, on_files((args, dict(kwargs))))))
+        whole = as_written = step.trace(*args, **kwargs)
+        if isinstance(step, Jitted):  # which takes updates apart
+            if any(map(holds_driven_update, whole.jaxpr.jaxpr.eqns)):
+                return _first_program((args, dict(kwargs)), whole, to)
+            with described():
+                as_written = jax.jit(Step(step.__wrapped__, as_written=True), **step._options).trace(*args, **kwargs)
+        kept = kept_on_host(as_written.jaxpr)
+    own = step.compiling(to.platform, args, kwargs) if to and isinstance(step, Jitted) else private.options_of(whole)
+    return _lowered(whole, (args, kwargs), to, _given(whole, kept, carried), own)
 
 
 def _lowered(
@@ -161,8 +149,7 @@ def _lowered(
     given: tuple[Any, Any],
     to: Target | None,
     arguments: Sequence[Argument],
-    options: Mapping[str, Any] | None = None,
-    sends: bool = False,
+    options: Mapping[str, Any],
 ) -> Compiled:
     """Lower and compile a step.
 
@@ -171,14 +158,14 @@ def _lowered(
       given: its (args, kwargs).
       to: the chip to compile for; ``None``: the step's own devices.
       arguments: its arguments.
-      options: the compiler's options for ``to``; ``None`` means ``jax_offload.compiler_options``.
-      sends: whether it is the program before an update that runs elsewhere.
+      options: the compiler's options.
     """
     if to is None:
-        lowered = step.lower()
-        own = options_for_sending(jax.default_backend()) if sends else {}
-        return _of_jax(lowered.compile(compiler_options=own) if own else lowered.compile(), arguments)
-    check_installed(to)
+        return _of_jax(step.lower().compile(), arguments)
+    if to.missing:
+        raise ValueError(
+            f"target: {to.missing}, which compiles for {to.name}, is not installed: pip install 'jax_offload[aot]'."
+        )
     places = [s for x in jax.tree.leaves(given) if (s := getattr(x, "sharding", None)) is not None]
     if elsewhere := [d.platform for s in places for d in s.device_set if d.platform != "cpu"]:
         raise ValueError(
@@ -187,8 +174,6 @@ def _lowered(
             "jax.devices('cpu')."
         )
     lowered = step.lower(lowering_platforms=(to.platform,))
-    if options is None:
-        options = (options_for_sending if sends else compiler_options)(to.platform)
     n = max((len(s.device_set) for s in places), default=1)
     executable = compile_for(to, lowered.compiler_ir("stablehlo"), n, dict(options))
     module, memory = Module(executable.hlo_modules()[0].to_string()), executable.get_compiled_memory_stats()
@@ -202,9 +187,6 @@ def _of_jax(executable: Any, arguments: Sequence[Argument]) -> Compiled:
     kind = devices[0].device_kind
     named, module = known_as(kind), Module(executable.as_text())
     given = _numbered(module, arguments)
-    if len(shardings) == len(module.arguments):
-        hosts = [s.memory_kind == HOST_KIND for s in shardings]
-        given = {n: dataclasses.replace(x, host=hosts[n], state=x.state or hosts[n]) for n, x in given.items()}
     target, its_chip = (devices[0].platform, None) if named is None else (kind, chip(named))
     return Compiled(module, executable.memory_analysis(), given, target, its_chip)
 
@@ -222,31 +204,23 @@ def _given(step: Any, kept: Sequence[bool] | None = None, carried: Mapping[str, 
     """
     paths = [path for path, _ in tree_flatten_with_path(step.args_info)[0]]
     avals, names = step.jaxpr.in_avals, step.jaxpr.jaxpr.debug_info.arg_names or [""] * len(paths)
-    states, by_name, found = _states(step.args_info), _states_by_name(carried or {}), list[Argument]()
-    for k, (path, aval, name) in enumerate(zip(paths, avals, names, strict=True)):
+    by_name: dict[Any, bool] = dict(zip(names_of(carried), _of_states(carried), strict=True)) if carried else {}
+    found = list[Argument]()
+    for k, (path, aval, name, own) in enumerate(zip(paths, avals, names, _of_states(step.args_info), strict=True)):
         host = is_host_aval(aval)
-        state = host or _below(path, states) or getattr(path[-1], "key", None) in by_name
+        state = host or own or by_name.get(getattr(path[-1], "key", None), False)
         waits = bool(carried) and getattr(path[1], "idx", None) == 1
         found.append(Argument(name or "", host, state, waits, None if kept is None else kept[k]))
     return found
 
 
-def _below(path: tuple[Any, ...], states: Set[tuple[Any, ...]]) -> bool:
-    return any(path[:k] in states for k in range(len(path) + 1))
-
-
-def _states(tree: Any) -> set[tuple[Any, ...]]:
-    """Return the paths of an optimizer's states: subtrees whose class is one of optax's or of this package."""
+def _of_states(tree: Any) -> list[bool]:
+    """Say for each leaf whether it is in an optimizer's state: a subtree whose class is from optax or this package."""
 
     def is_state(x: Any) -> bool:
         return type(x).__module__.split(".")[0] in ("optax", "jax_offload") and not hasattr(x, "shape")
 
-    return {path for path, x in tree_flatten_with_path(tree, is_leaf=is_state)[0] if is_state(x)}
-
-
-def _states_by_name(carried: Mapping[str, Any]) -> set[str]:
-    states, paths = _states(carried), tree_flatten_with_path(carried)[0]
-    return {name for name, (path, _) in zip(names_of(carried), paths, strict=True) if _below(path, states)}
+    return [is_state(x) for x in jax.tree.leaves(tree, is_leaf=is_state) for _ in jax.tree.leaves(x)]
 
 
 def _numbered(module: Module, given: Sequence[Argument]) -> dict[int, Argument]:
@@ -268,26 +242,19 @@ class _Nowhere:
         return ()
 
 
-def on_files(args: Any, step: Any) -> Any:
-    """Return a step's arguments, with those on disk that its updates read there. ``step``: traced with them."""
-    if any(map(is_on_disk, jax.tree.leaves(args, is_leaf=is_on_disk))):
-        return args
-    index_of = {v: k for k, v in enumerate(step.jaxpr.invars)}
-    found = [(each, each.update.on_disk) for each in updates_in(step) if isinstance(each.update, Update)]
-    there = {index_of[v] for each, leaves in found for v in each.inputs_of(leaves) if v in index_of}
-    if not there:
-        return args
-    leaves, treedef = jax.tree.flatten(args)
-    home, arrays = _Nowhere(), [k for k, x in enumerate(leaves) if is_traced(x)]
-    for number in there:
-        x = leaves[k := arrays[number]]
-        there_to = getattr(x, "sharding", None) or SingleDeviceSharding(jax.devices()[0], memory_kind=HOST_KIND)
-        place = Place(home, f"leaf {number}", tuple(x.shape), np.dtype(x.dtype), there_to)
-        leaves[k] = OnDisk(jax.ShapeDtypeStruct((), TOKEN), place)
-    return jax.tree.unflatten(treedef, leaves)
+def on_files(args: Any) -> Any:
+    """Return a step's arguments with placeholders for those that an abstract state says are on disk."""
+    home = _Nowhere()
+
+    def placed(x: Any) -> Any:
+        if not isinstance(x, Place):
+            return x
+        return OnDisk(jax.ShapeDtypeStruct((), TOKEN), Place(home, x.name, x.shape, x.dtype, x.sharding))
+
+    return jax.tree.map(placed, args, is_leaf=is_on_disk)
 
 
-def _first_program(step: Jitted, given: tuple[Any, Any], whole: Any, to: Target | None) -> Compiled:
+def _first_program(given: tuple[Any, Any], whole: Any, to: Target | None) -> Compiled:
     """Compile the program before the update.
 
     Raises:
@@ -297,24 +264,25 @@ def _first_program(step: Jitted, given: tuple[Any, Any], whole: Any, to: Target 
     if any(isinstance(getattr(sharding_of(x), "mesh", None), jax.sharding.AbstractMesh) for x in leaves):
         raise ValueError(_ON_ABSTRACT)
     donated = [info.donated for info in jax.tree.leaves(whole.args_info)]
-    if (given := on_files(as_given := given, whole.jaxpr)) is not as_given:
-        whole = step.trace(*given[0], **given[1])
     leaves = [x for x in jax.tree.leaves(given) if is_traced(x)]
     driven = Driven(whole.jaxpr, leaves, donated, {}, {}, segments=False)
     task, program, of_step = driven.first
     at = {v: k for k, v in enumerate(of_step.arguments)}
-    taken = [at[v] for v in task.inputs if v in at]
+    reused = {task.inputs[k] for k in task.reused}
+    taken = {at[v]: v in reused for v in task.inputs if v in at}
     names = [name or "argument" for name in whole.jaxpr.jaxpr.debug_info.arg_names or [""] * len(leaves)]
     names = [name if names.index(name) == k else f"{name} {k}" for k, name in enumerate(names)]
-    handed = [{names[k]: in_its_memory(leaves[k]) for p, k in enumerate(taken) if (p in {*task.reused}) is own}
-              for own in (True, False)]  # fmt: skip
+    handed = [{names[k]: in_its_memory(leaves[k]) for k, own in taken.items() if own is is_donated}
+              for is_donated in (True, False)]  # fmt: skip
 
     def before(donated: dict[str, Any], rest: dict[str, Any]) -> list[Any]:
         values = donated | rest
         return list(program(*(values[names[at[v]]] if v in at else of_step.consts[v] for v in task.inputs)))
 
-    first = jax.jit(before, donate_argnums=0, out_shardings=driven.result_places(task)).trace(*handed)
-    found = _lowered(first, (handed, {}), to, _given(first), sends=True)
+    options = options_for_sending(jax.default_backend() if to is None else to.platform)
+    jitted = jax.jit(before, donate_argnums=0, out_shardings=driven.result_places(task), compiler_options=options)
+    first = jitted.trace(*handed)
+    found = _lowered(first, (handed, {}), to, _given(first), options)
     arrays = filter(is_traced, jax.tree.leaves(given, is_leaf=is_on_disk))
     others = [x for k, x in enumerate(arrays) if k not in taken]
     elsewhere = any(is_on_disk(x) or getattr(sharding_of(x), "memory_kind", None) == HOST_KIND for x in others)
@@ -384,15 +352,6 @@ def target_of(name: str) -> Target:
     raise ValueError(f"target: cannot compile for {name!r}. Known: {known} (of a TPU any topology).")
 
 
-def check_installed(target: Target) -> None:
-    """Raise ``ValueError`` if the compiler of ``target`` is not installed."""
-    if target.missing:
-        raise ValueError(
-            f"target: {target.missing}, which compiles for {target.name}, is not installed: "
-            "pip install 'jax_offload[aot]'."
-        )
-
-
 def _described(target: Target, name: str, **kwargs: Any) -> Any:
     """Return the topology of that name.
 
@@ -434,7 +393,6 @@ def _devices(target: Target, n: int) -> list[Any]:
 
 def compile_for(target: Target, module: Any, n: int, options: dict[str, Any]) -> Any:
     """Compile a StableHLO module, lowered for ``target.platform``, for ``n`` devices."""
-    check_installed(target)
     devices = _devices(target, n)
     ids = [device.id for device in devices] if target.platform == "tpu" else list(range(n))
     # Autotuning needs the device.

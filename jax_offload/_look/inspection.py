@@ -4,53 +4,21 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from jax_offload._look.chips import Chip
 from jax_offload._look.chips import chip as chip_of
 from jax_offload._look.compiled import SAYS, Compiled, compiled
 from jax_offload._look.hlo import SCOPE
-from jax_offload._look.text import aligned, in_seconds, preformatted
-from jax_offload._look.timeline import (
-    COMPUTE,
-    LOAD,
-    STORE,
-    UNKNOWN,
-    Program,
-    Segment,
-    Timeline,
-    length,
-    merged,
-    without,
-)
+from jax_offload._look.text import aligned, in_mib, in_seconds, some
+from jax_offload._look.timeline import UNKNOWN, Program, Timeline, Transfer, transfers
 
-_MIB = 2**20
-_LARGE = 64 * _MIB  # below it, loading all of a state at once costs nothing
+_LARGE = 64 * 2**20  # below it, loading all of a state at once costs nothing
 # If more than this share of the loaded bytes is on the device at once, nothing holds the loads back. XLA for a TPU
 # delays some loads by itself.
 _MOST, _MOST_OF_A_STREAM = 0.5, 0.9
-
-
-@dataclasses.dataclass(frozen=True)
-class Transfer:
-    """The transfers of one leaf in one direction during one step.
-
-    Attributes:
-      leaf: the argument, as jax names it, with its path.
-      loads: whether from the host.
-      nbytes: per device.
-      pieces: how many copies.
-      hidden: of the time that the copies take, the share in which something is computed; simulated.
-    """
-
-    leaf: str
-    loads: bool
-    nbytes: int
-    pieces: int
-    hidden: float
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,31 +29,15 @@ class Problem:
     leaf: str = ""
     error: bool = True
 
-
-def transfers(played: Timeline, unknown: str = UNKNOWN) -> tuple[Transfer, ...]:
-    """Return the transfers of a run, one for each leaf and direction, in the order of their starts.
-
-    ``unknown``: what moves where no leaf is known.
-    """
-    computing = played.spans(COMPUTE)
-    found: dict[tuple[str, bool], list[Segment]] = {}
-    for s in played.segments:
-        if s.lane in (LOAD, STORE):
-            found.setdefault((unknown if s.name == UNKNOWN else s.name, s.lane == LOAD), []).append(s)
-    result = []
-    for (leaf, loads), copies in found.items():
-        busy = merged(copies)
-        seconds, nbytes = length(busy), sum(s.nbytes for s in copies)
-        hidden = 1 - length(without(busy, computing)) / seconds if seconds else 1.0
-        result.append(Transfer(leaf, loads, nbytes, len(copies), hidden))
-    return tuple(result)
+    def __str__(self) -> str:
+        return f"{self.leaf}: {self.what}" if self.leaf else self.what
 
 
-def problems(program: Compiled, schedule: Program, played: Timeline) -> tuple[Problem, ...]:
+def problems(program: Compiled, schedule: Program, moved: Sequence[Transfer], window: int) -> tuple[Problem, ...]:
     """Return the faults of a step that is meant to be offloaded, errors first."""
     checks = _nothing_there, _not_where_they_should_be, _crossed
     found = [problem for check in checks for problem in check(program)]
-    found += [*_all_at_once(program, played), *_host_arithmetic(schedule)]
+    found += [*_all_at_once(program, moved, window), *_host_arithmetic(schedule)]
     return tuple(sorted(found, key=lambda problem: not problem.error))
 
 
@@ -95,7 +47,7 @@ def _nothing_there(program: Compiled) -> Iterator[Problem]:
         return
     state = [module.taken[number].nbytes for number, x in given.items() if x.state]
     what = (
-        f"; its optimizer state has {len(state)} leaves, {sum(state) / _MIB:.2f} MiB, on the device. Wrap the "
+        f"; its optimizer state has {len(state)} leaves, {in_mib(sum(state))} MiB, on the device. Wrap the "
         "optimizer, jax_offload.offload(...), and make the state with its init; or move one that is there: "
         "jax_offload.to_host(tx, state)"
         if state
@@ -152,24 +104,21 @@ def _crossed(program: Compiled) -> Iterator[Problem]:
             yield Problem(what, module.arguments[number].scope)
 
 
-def _all_at_once(program: Compiled, played: Timeline) -> Iterator[Problem]:
-    loaded = defaultdict[str, int](int)
-    for s in played.segments:
-        if s.lane == LOAD and s.name != UNKNOWN:
-            loaded[s.name] += s.nbytes
-    held, total = played.window, sum(loaded.values())
+def _all_at_once(program: Compiled, moved: Sequence[Transfer], held: int) -> Iterator[Problem]:
+    loaded = {t.leaf: t.nbytes for t in moved if t.loads and t.leaf != UNKNOWN}
+    total = sum(loaded.values())
     ours = any(SCOPE.search(op.scope) for at in program.module.computations.values() for op in at.ops)
     if not any(given.host for given in program.given.values()) or not total or (ours and held < _LARGE):
         return
     if held >= (_MOST_OF_A_STREAM if ours else _MOST) * total:
-        leaves = _leaves(sorted(loaded, key=lambda leaf: (-loaded[leaf], leaf)))
+        leaves = some(sorted(loaded, key=lambda leaf: (-loaded[leaf], leaf)))
         why = (
             "its leaves are loaded whole: jax_offload.placement(step, *args) says why"
             if ours
             else "nothing holds the loads back, as by the usual recipe of device_put, update, device_put: the step's "
             "peak does not fall. Let jax_offload.offload(...) load, update and store"
         )
-        of = f"{held / _MIB:.2f} MiB of the state are on the device at once, of {total / _MIB:.2f} ({leaves})"
+        of = f"{in_mib(held)} MiB of the state are on the device at once, of {in_mib(total)} ({leaves})"
         yield Problem(f"{of}: {why}", error=not ours)
 
 
@@ -191,11 +140,7 @@ def _host_arithmetic(schedule: Program) -> Iterator[Problem]:
             )
         read = [of.scope for x in op.operands if (of := schedule.buffers.argument(x)) and of.array and of.array.host]
         found.setdefault(what, {}).update(dict.fromkeys(read))
-    yield from (Problem(what, _leaves(sorted(leaves)), error=False) for what, leaves in found.items())
-
-
-def _leaves(names: Sequence[str]) -> str:
-    return f"{names[0]} and {len(names) - 1} more" if len(names) > 1 else "".join(names)
+    yield from (Problem(what, some(sorted(leaves)), error=False) for what, leaves in found.items())
 
 
 _UNSEEN_ON_A_CPU = (
@@ -267,23 +212,17 @@ class Inspection:
 
     def to_dict(self) -> dict[str, Any]:
         """Return everything as JSON types, without the timeline's segments."""
-        plain = ("target", "compiled_for", "peak", "host", "host_temp", "unseen", "program")
-        lists = ("transfers", "problems")
-        return {
-            **{name: getattr(self, name) for name in plain},
-            **{name: [dataclasses.asdict(x) for x in getattr(self, name)] for name in lists},
-            "parts": dict(self.parts),
-            "timeline": self.timeline and self.timeline.to_dict(),
-        }
+        found = dataclasses.asdict(dataclasses.replace(self, timeline=None))
+        return found | {"unseen": self.unseen, "timeline": self.timeline and self.timeline.to_dict()}
 
     def __str__(self) -> str:
         how = "compiled, not run" if self.compiled_for else "compiled"
-        parts = [(f"peak of device memory ({how})", _mib(self.peak))]
-        parts += [(f"  {name}", _mib(nbytes)) for name, nbytes in self.parts.items() if nbytes >= 0.005 * _MIB]
+        parts = [(f"peak of device memory ({how})", in_mib(self.peak))]
+        parts += [(f"  {name}", in_mib(nbytes)) for name, nbytes in self.parts.items() if in_mib(nbytes) != "0.00"]
         # XLA's analysis counts all memory of a CPU as device memory.
         host = ("pinned host memory: a CPU counts it above", "") if self.target == "cpu" else None
-        parts += [host or ("pinned host memory", _mib(self.host))]
-        parts += [("  temporaries", _mib(self.host_temp))] if self.host_temp else []
+        parts += [host or ("pinned host memory", in_mib(self.host))]
+        parts += [("  temporaries", in_mib(self.host_temp))] if self.host_temp else []
         which = f", program {self.program!r}" if self.program else ""
         found: list[tuple[str, Sequence[tuple[str, ...]]]] = [(f"device: {self.target}{which}", [("", "MiB"), *parts])]
         if t := self.timeline:
@@ -293,22 +232,16 @@ class Inspection:
             found.append((f"simulated on {t.chip}, not measured", [("", "time"), *rows]))
         if self.transfers:
             by_bytes = sorted(self.transfers, key=lambda t: (-t.nbytes, t.leaf, not t.loads))
-            rows = [(t.leaf, "load" if t.loads else "store", _mib(t.nbytes), f"{t.hidden:.0%}") for t in by_bytes]
+            rows = [(t.leaf, "load" if t.loads else "store", in_mib(t.nbytes), f"{t.hidden:.0%}") for t in by_bytes]
             rows = rows if len(rows) <= 40 else [*rows[:39], (f"... and {len(rows) - 39} more", "", "", "")]
             found.append(("transfers", [("leaf", "way", "MiB", "hidden"), *rows]))
-        rows = [("error" if p.error else "warning", f"{p.leaf}: {p.what}" if p.leaf else p.what) for p in self.problems]
+        rows = [("error" if p.error else "warning", str(p)) for p in self.problems]
         rows = rows or [("none", "")]
         rows += [("not seen", self.unseen)] if self.unseen else []
         found.append(("problems", rows))
         return "\n\n".join(
             "\n".join([title, *(f"  {line}" for line in aligned(rows, _numeric(rows)))]) for title, rows in found
         )
-
-    _repr_html_ = preformatted
-
-
-def _mib(nbytes: float) -> str:
-    return f"{nbytes / _MIB:.2f}"
 
 
 def _numeric(rows: Sequence[Sequence[str]]) -> list[int]:
@@ -319,7 +252,7 @@ def _numeric(rows: Sequence[Sequence[str]]) -> list[int]:
 
 
 def inspect(
-    step: Any, *args: Any, target: str | None = None, chip: str | Path | Chip | None = None, **kwargs: Any
+    step: Any, *args: Any, target: str | None = None, chip: str | Chip | None = None, **kwargs: Any
 ) -> Inspection:
     """Compile a step and say what it does with device memory, host memory and the link between them.
 
@@ -354,16 +287,14 @@ def inspect(
       problems
         none...
     """
-    return inspected(compiled(step, args, kwargs, target), chip)
-
-
-def inspected(program: Compiled, chip: str | Path | Chip | None) -> Inspection:
-    """Inspect a compiled step. ``chip``: the chip whose speeds the simulation uses."""
+    program = compiled(step, args, kwargs, target)
     own = program.chip and (program.chip.beside_others if program.module.devices > 1 else program.chip)
     speeds = own if chip is None else chip
     # Without the chip's figures the schedule still tells what lives when; its times are then discarded.
     schedule = Program(program.module, chip_of("h200" if speeds is None else speeds))
     run, m, parts = schedule.timeline(), program.memory, program.parts
+    # The first of several programs sends the operands of the host's cores.
+    moved = transfers(run, "gradients" if program.program else UNKNOWN)
     host = m.host_argument_size_in_bytes + m.host_output_size_in_bytes - m.host_alias_size_in_bytes
     return Inspection(
         target=program.target,
@@ -371,9 +302,8 @@ def inspected(program: Compiled, chip: str | Path | Chip | None) -> Inspection:
         parts=parts,
         host=host + m.host_temp_size_in_bytes,
         host_temp=m.host_temp_size_in_bytes,
-        # The first of several programs sends the operands of the host's cores.
-        transfers=transfers(run, "gradients" if program.program else UNKNOWN),
-        problems=problems(program, schedule, run),
+        transfers=moved,
+        problems=problems(program, schedule, moved, run.window),
         timeline=None if speeds is None else run,
         compiled_for=program.compiled_for,
         program=program.program,
@@ -409,7 +339,7 @@ def verify(step: Any, *args: Any, target: str | None = None, **kwargs: Any) -> I
     """
     found = inspect(step, *args, target=target, **kwargs)
     if found.errors:
-        said = "\n".join(f"- {p.leaf}: {p.what}" if p.leaf else f"- {p.what}" for p in found.errors[:10])
+        said = "\n".join(f"- {p}" for p in found.errors[:10])
         more = f"\nand {len(found.errors) - 10} more" if len(found.errors) > 10 else ""
         raise ValueError(
             f"verify(): the offload of this step is not real, as compiled for {found.target}:\n{said}{more}"

@@ -7,7 +7,7 @@ import math
 import re
 import textwrap
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -18,7 +18,7 @@ from jax_offload._disk.placeholder import is_on_disk
 from jax_offload._emit.find import Found, updates_in
 from jax_offload._emit.region import Update
 from jax_offload._look.callables import may_be_step, opened, unwrapped
-from jax_offload._look.text import aligned, preformatted, terminal_width
+from jax_offload._look.text import aligned, in_mib, some, terminal_width
 from jax_offload._program import memory as _memory
 from jax_offload._program.arrays import is_traced
 from jax_offload._program.jaxprs import Equation, Literal, Var, called_by
@@ -96,25 +96,11 @@ class Placement:
         """Bytes of pinned host memory that the state takes for each device."""
         return sum(leaf.shard_bytes for leaf in self.leaves if leaf.host)
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return everything as JSON types: bytes, shapes as lists, a dictionary for every leaf."""
-        shown = ("path", "param", "nbytes", "shard_bytes", "host", "disk", "sharding", "why", "streams")
-        totals = ("host_bytes", "device_bytes", "disk_bytes", "host_bytes_per_device")
-        found: dict[str, Any] = {name: getattr(self, name) for name in (*totals, "unknown")}
-        found |= {name: list(getattr(self, name)) for name in ("stays", "guessed", "in_turn", "elsewhere")}
-        return found | {
-            "windows": [dataclasses.asdict(window) for window in self.windows],
-            "leaves": [
-                {name: getattr(leaf, name) for name in shown} | {"shape": list(leaf.shape), "dtype": str(leaf.dtype)}
-                for leaf in self.leaves
-            ],
-        }
-
     def __repr__(self) -> str:
         return (
-            f"Placement({len(self.leaves)} leaves: {_mib(self.host_bytes)} MiB in {_memory.HOST_KIND}, "
-            f"{_mib(self.device_bytes)} MiB on the device"
-            + (f", {_mib(self.disk_bytes)} MiB on disk)" if self.disk_bytes else ")")
+            f"Placement({len(self.leaves)} leaves: {in_mib(self.host_bytes)} MiB in {_memory.HOST_KIND}, "
+            f"{in_mib(self.device_bytes)} MiB on the device"
+            + (f", {in_mib(self.disk_bytes)} MiB on disk)" if self.disk_bytes else ")")
         )
 
     def __str__(self) -> str:
@@ -124,8 +110,6 @@ class Placement:
         for sentence in _sentences(self):
             lines += textwrap.wrap(sentence, width, subsequent_indent="  ", break_on_hyphens=False)
         return "\n".join(lines)
-
-    _repr_html_ = preformatted
 
 
 def placement(tx: optax.GradientTransformation | Callable[..., Any], *args: Any, **extra_args: Any) -> Placement:
@@ -261,8 +245,8 @@ def _table(
             for v in own:
                 loads[v].append((how, p))
             if p.slice.loads and not own:
-                elsewhere[f"{how}, through {_mib(p.window.nbytes)} MiB"] += 1
-    put = _put(trace)
+                elsewhere[f"{how}, through {in_mib(p.window.nbytes)} MiB"] += 1
+    put = set() if trace is None else _put(trace.jaxpr.eqns)
     for row, v in zip(rows, of_row, strict=True):
         of = [] if v is None else loads[v]
         hidden = (row.host or row.disk) and not of and not unknown
@@ -300,12 +284,8 @@ def _ways(each: Found) -> Iterator[str]:
         yield ", ".join(filter(None, [transfer, f"{n} leaves together" if n > 1 else "", iterations]))
 
 
-def _put(trace: Any) -> set[Any]:
+def _put(eqns: Sequence[Equation]) -> set[Any]:
     """Return the host arrays that the step itself moves to the device, as it does if an update runs ahead of a scan."""
-    return set() if trace is None else _put_by(trace.jaxpr.eqns)
-
-
-def _put_by(eqns: Sequence[Equation]) -> set[Any]:
     found, is_host = set[Any](), _memory.is_host_aval
     for eqn in eqns:
         if eqn.primitive.name == "device_put":
@@ -313,10 +293,8 @@ def _put_by(eqns: Sequence[Equation]) -> set[Any]:
             found |= {x for x, y in moves if not isinstance(x, Literal) and is_host(x.aval) and not is_host(y.aval)}
         elif eqn.primitive.name == "jit":  # both halves of a pipelined step
             inner = called_by(eqn).jaxpr
-            put = _put_by(inner.eqns)
-            found |= {
-                x for x, own in zip(eqn.invars, inner.invars, strict=True) if not isinstance(x, Literal) and own in put
-            }
+            put, taken = _put(inner.eqns), zip(eqn.invars, inner.invars, strict=True)
+            found |= {x for x, own in taken if not isinstance(x, Literal) and own in put}
     return found
 
 
@@ -326,15 +304,11 @@ def _in_words(said: Sequence[str]) -> str:
 
 
 def trace_of(fun: Callable[..., Any], *args: Any) -> tuple[Any, str]:
-    """A function's closed jaxpr; or ``None``, and why it cannot be traced."""
-    try:
-        return traced(fun, *args), ""
-    except Exception as error:
-        return None, f"it raises {type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+    """Trace a function on the arrays in its arguments; others, such as functions, stay unchanged.
 
-
-def traced(fun: Callable[..., Any], *args: Any) -> Any:
-    """Return the closed jaxpr of ``fun`` on the arrays in its arguments; others, such as functions, stay unchanged."""
+    Returns:
+      Its closed jaxpr and an empty text; or ``None``, and why it cannot be traced.
+    """
     leaves, treedef = jax.tree.flatten(args)
     arrays = [k for k, x in enumerate(leaves) if is_traced(x)]
 
@@ -342,7 +316,10 @@ def traced(fun: Callable[..., Any], *args: Any) -> Any:
         filled = dict(enumerate(leaves)) | dict(zip(arrays, values, strict=True))
         return fun(*jax.tree.unflatten(treedef, filled.values()))
 
-    return jax.jit(with_arrays).trace(*(_memory.in_its_memory(leaves[k]) for k in arrays)).jaxpr
+    try:
+        return jax.jit(with_arrays).trace(*(_memory.in_its_memory(leaves[k]) for k in arrays)).jaxpr, ""
+    except Exception as error:
+        return None, f"it raises {type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
 
 
 _ORDER = "order: guessed from the parameters' paths; "
@@ -363,17 +340,12 @@ def guessed(updates: Sequence[Update], *, of_step: bool) -> tuple[str, ...]:
             if (sharding := known.shardings[path]).num_devices > 1:  # on one there is nothing to decide
                 by_sharding.setdefault(_spec(sharding), []).append(path)
         if by_sharding:
-            each = "; ".join(f"{text} of {_some(paths)}" for text, paths in by_sharding.items())
+            each = "; ".join(f"{text} of {some(paths)}" for text, paths in by_sharding.items())
             said[f"shardings: remembered from init, or from where they were asked for: {each}"] = None
         if (unknown := known.unknown - known.shardings.keys()) and update.planned:
-            none = f"not known of {_some(unknown)}" if of_step else f"{len(unknown)} of the parameters have none"
+            none = f"not known of {some(sorted(unknown))}" if of_step else f"{len(unknown)} of the parameters have none"
             said[f"shardings: {none}, counted as on one device" + (f"; {_ASK}" if of_step else "")] = None
     return tuple(said)
-
-
-def _some(paths: Sequence[str] | Set[str]) -> str:
-    first, *rest = sorted(paths)
-    return f"{first} and {len(rest)} more" if rest else first
 
 
 # ---- as it prints
@@ -423,14 +395,10 @@ def _choices(pieces: Sequence[str]) -> str:
     return f"{{{','.join(f'{run[0]}..{run[-1]}' if len(run) > 2 else ','.join(run) for run in runs)}}}"
 
 
-def _mib(nbytes: int) -> str:
-    return f"{nbytes / 2**20:.2f}"
-
-
 def _cells(row: Row) -> tuple[str, ...]:
     (path, leaves), leaf = row, row[1][0]
     shape = "×".join(map(str, leaf.shape)) or "()"
-    return _mib(_total(leaves)), str(len(leaves)), shape, str(leaf.dtype), leaf.sharding, "".join(map(_choices, path))
+    return in_mib(_total(leaves)), str(len(leaves)), shape, str(leaf.dtype), leaf.sharding, "".join(map(_choices, path))
 
 
 def _text(leaves: tuple[Leaf, ...], width: int) -> list[str]:
@@ -458,7 +426,7 @@ def _text(leaves: tuple[Leaf, ...], width: int) -> list[str]:
     found = next(lines)
     for group in by_size:
         memory, why, streams = group
-        heading = f"{memory}, {_mib(sizes[group])} MiB: {'; '.join(filter(None, (why, streams)))}"
+        heading = f"{memory}, {in_mib(sizes[group])} MiB: {'; '.join(filter(None, (why, streams)))}"
         found += textwrap.wrap(heading, width, subsequent_indent="    ", break_on_hyphens=False)
         found += [line for _ in groups[group] for line in next(lines)]
     return found
@@ -471,15 +439,15 @@ def _sentences(table: Placement) -> list[str]:
     of_step = all(leaf.why == ARGUMENT for leaf in table.leaves)
     what = "arguments that are, or arrive, in host memory" if of_step else "optimizer state"
     summary = (
-        f"{what}: {_mib(total)} MiB, of which {_mib(host)} MiB ({host / total if total else 0.0:.1%}) in "
-        f"{_memory.HOST_KIND} and {_mib(table.device_bytes)} MiB on the device"
+        f"{what}: {in_mib(total)} MiB, of which {in_mib(host)} MiB ({host / total if total else 0.0:.1%}) in "
+        f"{_memory.HOST_KIND} and {in_mib(table.device_bytes)} MiB on the device"
     )
     if disk:
-        summary += f"; {_mib(disk)} MiB ({disk / total:.1%}) on disk, read and written in every step"
+        summary += f"; {in_mib(disk)} MiB ({disk / total:.1%}) on disk, read and written in every step"
     if any(leaf.sharding for leaf in table.leaves):
-        summary += f"; for each device {_mib(table.host_bytes_per_device)} MiB in {_memory.HOST_KIND}"
+        summary += f"; for each device {in_mib(table.host_bytes_per_device)} MiB in {_memory.HOST_KIND}"
     windows = [
-        f"window: {_mib(w.nbytes)} MiB on each device: {w.why}"
+        f"window: {in_mib(w.nbytes)} MiB on each device: {w.why}"
         + (f"; streamed once the backward pass is over, {w.own_loop}" if w.own_loop else "")
         + (f" (from {w.leaf} on)" if len(table.windows) > 1 else "")
         for w in table.windows

@@ -1,8 +1,7 @@
-"""Text for people: tables as lines, bytes and seconds as words and back, and text as HTML."""
+"""Text for people: tables as lines, bytes and seconds as words and back."""
 
 from __future__ import annotations
 
-import html
 import re
 import shutil
 from collections.abc import Collection, Mapping, Sequence
@@ -32,9 +31,9 @@ def aligned(rows: Sequence[Sequence[str]], right: Collection[int] = ()) -> list[
     return [line(row) for row in rows]
 
 
-def preformatted(shown: object) -> str:
-    """Return what ``print`` shows, as HTML for a notebook."""
-    return f"<pre>{html.escape(str(shown))}</pre>"
+def some(names: Sequence[str]) -> str:
+    """Name the first and count the others."""
+    return f"{names[0]} and {len(names) - 1} more" if len(names) > 1 else "".join(names)
 
 
 def in_bytes(n: float) -> str:
@@ -45,6 +44,11 @@ def in_bytes(n: float) -> str:
         del units[0]
     digits = 0 if units[0] == "B" or abs(n) >= 100 else 1 if abs(n) >= 10 else 2
     return f"{n:.{digits}f} {units[0]}"
+
+
+def in_mib(nbytes: float) -> str:
+    """Format bytes as a number of MiB, for a table that names the unit."""
+    return f"{nbytes / 2**20:.2f}"
 
 
 def in_seconds(seconds: float) -> str:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
+import functools
 import json
 import re
 from collections import defaultdict
@@ -59,6 +60,25 @@ class Segment:
     nbytes: int = 0
 
 
+@dataclasses.dataclass(frozen=True)
+class Transfer:
+    """The transfers of one leaf in one direction during one step.
+
+    Attributes:
+      leaf: the argument, as jax names it, with its path.
+      loads: whether from the host.
+      nbytes: per device.
+      pieces: how many copies.
+      hidden: of the time that the copies take, the share in which something is computed; simulated.
+    """
+
+    leaf: str
+    loads: bool
+    nbytes: int
+    pieces: int
+    hidden: float
+
+
 def merged(segments: Iterable[Segment]) -> list[Span]:
     """Return the spans of time in which any of the segments runs, in order."""
     found = list[Span]()
@@ -92,23 +112,19 @@ class Cost:
     """The effects of one operation of the schedule, in the order of the attributes.
 
     Attributes:
-      begin: the loaded bytes that the operation begins to hold in device memory.
       starts: the copies and collectives that it starts, each on a queue beside the arithmetic, from 0 on, by the key
         that ``waits`` names.
       waits: the keys of the copies and collectives that it waits for.
       runs: another computation that it runs, and how often.
       seconds: the seconds of its arithmetic.
       name: the name of its arithmetic.
-      end: the loaded bytes that it releases.
     """
 
-    begin: int = 0
     starts: Mapping[str, Segment] = dataclasses.field(default_factory=dict)
     waits: tuple[str, ...] = ()
     runs: tuple[Computation, int] | None = None
     seconds: float = 0.0
     name: str = ""
-    end: int = 0
 
 
 class Program:
@@ -124,18 +140,16 @@ class Program:
         self.chip, self.module = chip, module
         self.cache = "S(1)" if chip.platform == "tpu" else "none"  # a TPU's on-chip memory
         self.buffers = Buffers(module)
-        self._known: dict[Computation, list[Cost]] = {}
+        self.costs = functools.cache(self._costs)
         self.now, self.free = 0.0, defaultdict[str, float](float)
         self.segments: list[Segment] = []
         self.held = self.window = 0
 
-    def costs(self, at: Computation) -> list[Cost]:
-        """Return the costs of a computation's operations."""
-        if at not in self._known:
-            found = zip(map(self._cost, at.ops), self.buffers.held(at), strict=True)
-            costs = [dataclasses.replace(cost, begin=begin, end=end) for cost, (begin, end) in found]
-            self._known[at] = [cost for cost in costs if cost != Cost()]
-        return self._known[at]
+    def _costs(self, at: Computation) -> list[tuple[Cost, int, int]]:
+        """Return each operation's cost, the loaded bytes that it begins to hold, and those that it releases."""
+        costs = zip(map(self._cost, at.ops), self.buffers.held(at), strict=True)
+        found = [(cost, begin, end) for cost, (begin, end) in costs]
+        return [each for each in found if each != (Cost(), 0, 0)]
 
     def _cost(self, op: Op) -> Cost:
         if op.opcode in RUNS:  # of branches the last one, or the one where it is true
@@ -170,8 +184,8 @@ class Program:
     def play(self, at: Computation) -> None:
         """Run a computation from now on."""
         in_flight: dict[str, int] = {}  # the place of its segment
-        for cost in self.costs(at):
-            self.held += cost.begin
+        for cost, begin, end in self.costs(at):
+            self.held += begin
             self.window = max(self.window, self.held)
             for key, start in cost.starts.items():
                 in_flight[key] = self._start(start)
@@ -183,7 +197,7 @@ class Program:
             if cost.seconds:
                 self.segments.append(Segment(COMPUTE, self.now, self.now + cost.seconds, cost.name))
                 self.now += cost.seconds
-            self.held -= cost.end
+            self.held -= end
         for place in sorted(in_flight.values(), key=lambda place: self.segments[place].end):
             self._wait(place)
 
@@ -365,6 +379,25 @@ class Timeline:
     def to_dict(self) -> dict[str, Any]:
         """Return the sums as JSON types, without segments."""
         return {name: getattr(self, name) for name in (*SECONDS, "link", "loaded", "stored", "window", "chip", "steps")}
+
+
+def transfers(played: Timeline, unknown: str = UNKNOWN) -> tuple[Transfer, ...]:
+    """Return the transfers of a run, one for each leaf and direction, in the order of their starts.
+
+    ``unknown``: what moves where no leaf is known.
+    """
+    computing = played.spans(COMPUTE)
+    found: dict[tuple[str, bool], list[Segment]] = {}
+    for s in played.segments:
+        if s.lane in (LOAD, STORE):
+            found.setdefault((unknown if s.name == UNKNOWN else s.name, s.lane == LOAD), []).append(s)
+    result = []
+    for (leaf, loads), copies in found.items():
+        busy = merged(copies)
+        seconds, nbytes = length(busy), sum(s.nbytes for s in copies)
+        hidden = 1 - length(without(busy, computing)) / seconds if seconds else 1.0
+        result.append(Transfer(leaf, loads, nbytes, len(copies), hidden))
+    return tuple(result)
 
 
 _LANES = {

@@ -8,7 +8,6 @@ import pytest
 from jax.profiler import ProfileData
 
 import jax_offload as jo
-from jax_offload._look.hlo import Module
 from jax_offload._look.profiled import measured, segments_of
 
 
@@ -49,58 +48,17 @@ def test_of_a_gpu():
     p = measured(segments_of(data), 2)
     expected = {"step": 10, "compute": 4, "loading": 3, "storing": 2, "overlap": 1.5, "exposed": 2.5, "idle": 3.5}
     assert {name: getattr(p, name) for name in expected} == pytest.approx({k: v / 1e3 for k, v in expected.items()})
-    assert (p.loaded, p.stored, p.off) == (1000, 1000, None)
+    assert (p.loaded, p.stored) == (1000, 1000)
     assert p.segments[0].name == "void cutlass::gemm<1>"
     assert p.step == pytest.approx(p.compute + p.exposed + p.idle)
 
 
-# As libtpu prints it: where an array is in host memory, S(5).
-HLO = """HloModule m, is_scheduled=true
-
-ENTRY %main (a: f32[256], b: f32[256]) -> f32[256] {
-  %a = f32[256]{0:S(5)} parameter(0)
-  %b = f32[256]{0} parameter(1)
-  %copy-start.1 = (f32[256]{0}, f32[256]{0:S(5)}, u32[]{:S(2)}) copy-start(%a)
-  %copy-start.3 = (f32[256]{0:S(1)}, f32[256]{0}, u32[]{:S(2)}) copy-start(%b)
-  %copy-done.1 = f32[256]{0} copy-done(%copy-start.1)
-  %copy-start.2 = (f32[256]{0:S(5)}, f32[256]{0}, u32[]{:S(2)}) copy-start(%copy-done.1)
-  %copy-done.2 = f32[256]{0:S(5)} copy-done(%copy-start.2)
-}
-"""
-TPU = {
-    "Steps": [("0", 0, 20)],
-    "XLA Modules": [("jit_step", 0, 20)],
-    "XLA Ops": [
-        ("%copy-start.1 = (f32[256]{0}, f32[256]{0:S(5)}, u32[]) copy-start(%a)", 0, 0.1),
-        ("%while.1 = (s32[]) while(%t)", 0, 8), ("%fusion.1 = f32[256] fusion(%b)", 0, 5),
-        ("%copy-done.1 = f32[256] copy-done(%copy-start.1)", 5, 2), ("%all-reduce.1 = f32[256] all-reduce(%b)", 8, 2),
-        ("%convolution.1 = f32[256] convolution(%b)", 12, 3),
-    ],
-    "Async XLA Ops": [
-        ("%copy-start.1 = (f32[256]{0}, f32[256]{0:S(5)}, u32[]) copy-start(%a)", 3, 4), ("copy-done.2", 14, 6),
-        ("%copy-start.3 = (f32[256]) copy-start(%b)", 5, 9), ("all-gather-start.2", 4, 2),
-    ],
-}  # fmt: skip
-
-
-def test_of_a_tpu():
-    """20 ms: operations 8, but not the loop around one of them, nor what waits; a load of 4 ms, a store of 6, of which
-    2 and 1 meet an operation, and 1 a collective; collectives 2 and 2, of which 3 meet none. What moves within the
-    device is no transfer."""
-    p = measured(segments_of(trace_of("/device:TPU:0", **TPU), Module(HLO)), 1)
-    expected = {"step": 20, "compute": 8, "loading": 4, "storing": 6, "overlap": 3, "exposed": 6, "idle": 3}
-    expected |= {"collectives": 4, "exposed_collectives": 3}
-    assert {name: getattr(p, name) for name in expected} == pytest.approx({k: v / 1e3 for k, v in expected.items()})
-    assert (p.loaded, p.stored) == (1024, 1024)
-    assert p.step == pytest.approx(p.compute + p.exposed + p.exposed_collectives + p.idle)
-    assert "exposed_collectives" in str(p)
-
-
-def test_of_a_tpu_that_does_not_say_when_copies_are_in_flight():
-    without = {name: events for name, events in TPU.items() if name != "Async XLA Ops"}
-    with pytest.raises(ValueError, match=r"no line 'Async XLA Ops'.*it has Steps, XLA Modules, XLA Ops"):
-        segments_of(trace_of("/device:TPU:0", **without), Module(HLO))
-    assert {s.lane for s in segments_of(trace_of("/device:TPU:0", **without))} == {"compute", "collectives"}
+def test_a_tpu_s_traces_are_not_read(monkeypatch):
+    """No arguments are donated to find that out."""
+    monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
+    with pytest.raises(ValueError, match="traces of TPUs are not read"):
+        jo.profile(jax.jit(lambda x: x + 1, donate_argnums=0), x := jnp.ones(3))
+    assert not x.is_deleted()
 
 
 def test_collectives_of_a_gpu_are_no_arithmetic():
@@ -116,8 +74,7 @@ def test_how_far_the_simulation_is_off():
     from tests.analysis.test_pictures import some
 
     p = measured(segments_of(trace_of("/device:GPU:0", **{COMPUTE: [("gemm", 0, 5)]})), 1, some(2))
-    assert p.off == pytest.approx(4 / 5 - 1) and "the simulation is off by -20%" in str(p)
-    assert p.to_dict()["simulated"]["chip"] == "h200"
+    assert "the simulation is off by -20%" in str(p)
 
 
 def test_an_empty_trace():

@@ -1,7 +1,6 @@
 """Leaves that are alike are one row, whose path can be read as theirs and as no other's."""
 
 import itertools
-import json
 import re
 
 import jax
@@ -103,14 +102,3 @@ def test_a_deep_model_fits_a_terminal(columns, monkeypatch):
     assert max(map(len, lines)) <= columns and len(lines) < 20
     assert "[0].{mu,nu}['a_long_name" in "".join(line.strip() for line in lines)
     assert repr(table) == "Placement(201 leaves: 100.00 MiB in pinned_host, 100.00 MiB on the device)"
-
-
-def test_a_table_as_a_dictionary_and_as_html():
-    table = jo.placement(jo.offload(optax.adamw(1e-3)), {"<w>": S((512, 512), jnp.float32)})
-    found = json.loads(json.dumps(table.to_dict()))
-    assert found == table.to_dict() and found["host_bytes"] == 2 * 4 * 512**2
-    assert {leaf["path"]: leaf["host"] for leaf in found["leaves"]} == {leaf.path: leaf.host for leaf in table.leaves}
-    assert found["leaves"][1]["shape"] == [512, 512] and found["windows"][0]["nbytes"] == table.windows[0].nbytes
-    html = table._repr_html_()
-    assert html.startswith("<pre>") and "pinned_host, 2.00 MiB: eligible; 4 chunks of axis 0, 2 leaves together" in html
-    assert "&lt;w&gt;" in html and "<w>" not in html
