@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import operator
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from types import MappingProxyType
 from typing import Any, cast
 
@@ -209,9 +210,14 @@ class Builder:
         inner.copy(*program.eqns)
         return inner.read(program.outputs)
 
-    def run(self, fun: Callable[..., Any], *operands: Atom) -> list[Atom]:
-        """Append the equations of ``fun`` for these operands; return its results."""
-        return self.call(flat(jaxpr_of(fun, *(v.aval for v in operands))[0]), operands)
+    def run(self, fun: Callable[..., Any], *operands: Atom, like: Equation | None = None) -> list[Atom]:
+        """Append the equations of ``fun`` for these operands; return its results.
+
+        ``like``: an equation from the same line of the user's program.
+        """
+        line = nullcontext() if like is None else source_info_util.user_context(like.source_info.traceback)
+        with line:
+            return self.call(flat(jaxpr_of(fun, *(v.aval for v in operands))[0]), operands)
 
 
 # Given the builder, an equation and its operands, the results that replace the equation's; ``None``: it stays.
@@ -229,16 +235,9 @@ def rebuilt(program: Program, rebuild: Rebuild) -> Program:
     return dataclasses.replace(program, eqns=new.eqns, outputs=new.read(program.outputs))
 
 
-def traced_for(eqn: Equation, run: Callable[..., Any]) -> Program:
-    """The program of ``run`` for an equation's operands, from the same line of the user's program."""
-    with source_info_util.user_context(eqn.source_info.traceback):
-        return flat(jaxpr_of(run, *(v.aval for v in eqn.invars))[0])
-
-
-def replaced(program: Program, at: int, by: Program) -> Program:
-    """``program`` with another in the place of its equation ``at``, of the same operands and results."""
-    this = program.eqns[at]
-    return rebuilt(program, lambda new, eqn, ins: new.call(by, ins) if eqn is this else None)
+def replaced(program: Program, this: Equation, run: Callable[..., Any]) -> Program:
+    """``program`` with ``run`` in the place of an equation, of the same operands and results."""
+    return rebuilt(program, lambda new, eqn, ins: new.run(run, *ins, like=eqn) if eqn is this else None)
 
 
 def expanded(jaxpr: Jaxpr, expand: Callable[[Equation], Program | None]) -> Jaxpr:

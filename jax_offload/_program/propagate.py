@@ -99,27 +99,24 @@ def backward(eqn: Equation, needs: Sequence[Mask], effect: Mask) -> list[Mask]:
     total = needs[0] if len(needs) == 1 else union(needs)
     if eqn.primitive.name not in _CUT_INTO or is_composite(eqn) or not (inner := inner_of(eqn)):
         return [total | effect] * len(eqn.invars)
-    found = [needs_of(each.jaxpr.invars, each.jaxpr.eqns, each.jaxpr.outvars, needs)[1] for each in inner]
+    found = [_needs_of_inputs(each.jaxpr, needs) for each in inner]
     return [total | effect] * inner[0].first + [union(each) | effect for each in zip(*found, strict=True)]
 
 
-def needs_of(
-    inputs: Sequence[Var], eqns: Sequence[Equation], outputs: Sequence[Atom], needs: Sequence[Mask]
-) -> tuple[list[list[Mask]], list[Mask]]:
-    """The needs of each result of each equation, and of each input, given the needs of the outputs."""
+def _needs_of_inputs(jaxpr: Jaxpr, needs: Sequence[Mask]) -> list[Mask]:
+    """The needs of a jaxpr's inputs, given the needs of its results."""
     env: dict[Var, Mask] = {}
+    add_needs(env, jaxpr.outvars, needs)
+    for eqn in reversed(jaxpr.eqns):
+        add_needs(env, eqn.invars, backward(eqn, [env.get(v, 0) for v in eqn.outvars], 0))
+    return [env.get(v, 0) for v in jaxpr.invars]
 
-    def add(atoms: Sequence[Atom], masks: Sequence[Mask]) -> None:
-        for v, mask in zip(atoms, masks, strict=True):
-            if mask and not isinstance(v, Literal):
-                env[v] = env.get(v, 0) | mask
 
-    add(outputs, needs)
-    inside: list[list[Mask]] = []
-    for eqn in reversed(eqns):
-        inside.append([env.get(v, 0) for v in eqn.outvars])
-        add(eqn.invars, backward(eqn, inside[-1], 0))
-    return inside[::-1], [env.get(v, 0) for v in inputs]
+def add_needs(env: dict[Var, Mask], atoms: Sequence[Atom], masks: Sequence[Mask]) -> None:
+    """Add needs to what is known about variables."""
+    for v, mask in zip(atoms, masks, strict=True):
+        if mask and not isinstance(v, Literal):
+            env[v] = known | mask if (known := env.get(v)) else mask
 
 
 def needed_for(

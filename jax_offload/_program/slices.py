@@ -37,7 +37,7 @@ from jax_offload._program.jaxprs import (
 from jax_offload._program.memory import is_host_aval
 from jax_offload._program.primitives import ELEMENTWISE, REDUCE, can_be_cut
 from jax_offload._program.program import Builder, Program
-from jax_offload._program.propagate import LATEST, Mask, backward, bits, forward, groups, union
+from jax_offload._program.propagate import LATEST, Mask, add_needs, backward, bits, forward, groups, union
 from jax_offload._program.shardings import Shards
 
 # ---- dependence
@@ -182,9 +182,7 @@ def divide(program: Program, known: Known, parts: Sequence[Part], number_of: Map
         for part in bits(union(needs) | effect):
             parts[part].eqns.append(eqn)
             parts[part].given.update(v for v in provided if provider[v] != part)
-        for v, mask in zip(eqn.invars, backward(eqn, needs, effect), strict=True):
-            if mask and not isinstance(v, Literal):
-                needed_by[v] = known_mask | mask if (known_mask := needed_by.get(v)) else mask
+        add_needs(needed_by, eqn.invars, backward(eqn, needs, effect))
     for part in parts:
         part.eqns.reverse()
     for v in dict.fromkeys([*results_of(program), *provider]):

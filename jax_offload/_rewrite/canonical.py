@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from typing import Any
 
 import jax
@@ -58,7 +58,6 @@ from jax_offload._program.program import (
     is_store,
     rebuilt,
     replaced,
-    traced_for,
     without_round_trips,
 )
 from jax_offload._program.propagate import made_of, needed_for
@@ -234,7 +233,7 @@ def _moved_inside(program: Program, at: int, moved: Sequence[Equation]) -> Progr
     first = {*map(id, front)} - gone
     new = Builder([eqn for eqn in front if id(eqn) in first])
     operands = [*(this.invars[k] for k in passed), *others]
-    made = new.call(traced_for(this.replace(invars=operands), around), operands)
+    made = new.run(around, *operands, like=this)
     new.names.update(zip([*itertools.compress(this.outvars, kept), *results], made, strict=True))
     for eqn in program.eqns:
         if id(eqn) not in gone | first:
@@ -355,7 +354,7 @@ def _by_rows(program: Program, at: int) -> Program:
     starts += [row.invars[2:] for _, row in summed.values()]
     if not starts or not _are_numbers_of_rows(program, at, body, starts):
         return program
-    return replaced(program, at, _over_rows(scan, body, read, summed, program.eqns[at]))
+    return replaced(program, program.eqns[at], _over_rows(scan, body, read, summed))
 
 
 def _takes_a_row(eqn: Equation, v: Var, length: int) -> bool:
@@ -414,9 +413,8 @@ def _over_rows(
     body: Program,
     read: Mapping[int, Sequence[Equation]],
     summed: Mapping[int, tuple[Equation, Equation]],
-    eqn: Equation,
-) -> Program:
-    """Build the scan that reads the consts ``read`` by rows and stacks the rows that the carries ``summed`` add up."""
+) -> Callable[..., list[Any]]:
+    """Return the scan that reads the consts ``read`` by rows and stacks the rows that the carries ``summed`` add up."""
     n, m = len(scan.consts), len(scan.init)
     rows = {k: Var(own[0].outvars[0].aval) for k, own in read.items()}
     new = Builder(names={each.outvars[0]: rows[k] for k, own in read.items() for each in own})
@@ -443,7 +441,7 @@ def _over_rows(
         found = dict(zip(carried, carry, strict=True)) | dict(zip(summed, ys[len(ys) - len(summed) :], strict=True))
         return [*(found[k] for k in range(m)), *ys[: len(ys) - len(summed)]]
 
-    return traced_for(eqn, run)
+    return run
 
 
 # Rows in host memory -------------------------------------------------------------------------------------------------
@@ -516,7 +514,7 @@ def _moved_as_a_whole(program: Program, at: int) -> Program:
             carry.append(to_host(x) if is_host_aval(y.aval) else x)
         return carry
 
-    return replaced(program, at, traced_for(program.eqns[at], run))
+    return replaced(program, program.eqns[at], run)
 
 
 _ARITHMETIC = ELEMENTWISE - PLACED - {"optimization_barrier", MARK}
@@ -531,7 +529,7 @@ def _on_the_device(new: Builder, eqn: Equation, operands: list[Atom]) -> Sequenc
     def run(*xs: Any) -> list[Any]:
         return [to_host(x) for x in run_equation(eqn, [to_device(x) for x in xs], eqn.params)]
 
-    return new.call(traced_for(eqn, run), operands)
+    return new.run(run, *operands, like=eqn)
 
 
 def made_cheaply(eqns: Sequence[Equation], start: Iterable[Var] = ()) -> set[Var]:
@@ -662,7 +660,7 @@ def _both(program: Program, at: int, after: int) -> Program | None:
         return [*carry[:m], *ys[:k], *carry[m:], *ys[k:]]
 
     new = Builder([*eqns[:at], *before])
-    results = new.call(traced_for(eqns[at].replace(invars=operands), run), operands)
+    results = new.run(run, *operands, like=eqns[at])
     new.names.update(zip([*eqns[at].outvars, *eqns[after].outvars], results, strict=True))
     for eqn in eqns[at + 1 :]:
         if eqn is not eqns[after] and id(eqn) not in moved:

@@ -36,7 +36,7 @@ from jax_offload._program.barriers import together
 from jax_offload._program.jaxprs import Equation, Var, jax_fun, located, scan_of, variables
 from jax_offload._program.memory import is_host_aval
 from jax_offload._program.primitives import ELEMENTWISE, SHAPES
-from jax_offload._program.program import Builder, Program, is_load, replaced, traced_for
+from jax_offload._program.program import Builder, Program, is_load, replaced
 from jax_offload._program.propagate import Mask, Node, forward, needed, topological, union
 from jax_offload._program.slices import Slice, slice_of
 from jax_offload._rewrite.canonical import canonical
@@ -376,4 +376,4 @@ def peeled(program: Program, at: int, *, first: bool = False) -> Program:
         pairs = ([row[None], rows] if in_front else [rows, row[None]] for rows, row in zip(ys, y, strict=True))
         return [*carry, *map(jnp.concatenate, pairs)]
 
-    return replaced(program, at, traced_for(eqn, run))
+    return replaced(program, eqn, run)

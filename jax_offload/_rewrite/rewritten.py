@@ -48,7 +48,6 @@ from jax_offload._program.program import (
     flat,
     rebuilt,
     replaced,
-    traced_for,
     without_effects_of_axes,
 )
 from jax_offload._program.propagate import Node, needed_for
@@ -173,8 +172,7 @@ def _within_loops(program: Program, like: Equation) -> Program:
             kept = [x for k, x in enumerate(consts) if k not in loads]
             return [x for part in scan.run(run_body, [*leaves, *kept], init, xs) for x in part]
 
-        given = [*(v for s in again for v in new.read(s.inputs)), *operands]
-        return new.call(traced_for(eqn.replace(invars=given), run), given)
+        return new.run(run, *(v for s in again for v in new.read(s.inputs)), *operands, like=eqn)
 
     found = rebuilt(program, rule)
     eqns, _ = needed_for(found.eqns, variables(found.outputs), kept=lambda eqn: bool(eqn.effects))
@@ -297,7 +295,7 @@ def _by_step(program: Program) -> ClosedJaxpr | None:
         run = sharded_like(eqn, lambda *operands: jax_fun(rewritten(body))(*operands))
     else:
         return None
-    return replaced(program, program.eqns.index(eqn), traced_for(eqn, run)).closed
+    return replaced(program, eqn, run).closed
 
 
 def _varies_behind_barriers(eqn: Equation) -> bool:
