@@ -18,7 +18,7 @@ from jax_offload._emit.find import holds_driven_update, is_update
 from jax_offload._emit.region import Update
 from jax_offload._host.stages import BEFORE, DRIVEN, Staged, Task, stands_in
 from jax_offload._program.arrays import nbytes
-from jax_offload._program.jaxprs import Atom, Equation, Var, inner_of, variables
+from jax_offload._program.jaxprs import Atom, Equation, Var, holds_inside, variables
 from jax_offload._program.memory import HOST_KIND
 from jax_offload._program.program import Program
 
@@ -158,7 +158,7 @@ def _check_leaves(eqn: Equation, reads: Mapping[Var, tuple[Atom, Place]]) -> Non
 
 def _check_equation(eqn: Equation, reads: Mapping[Var, Any], written: Mapping[Var, Any]) -> None:
     used, updates = {*variables(eqn.invars)}, holds_driven_update(eqn)
-    inside = any(inner.holds(lambda each: each.primitive in (READ, WRITE)) for inner in inner_of(eqn))
+    inside = holds_inside(eqn, lambda each: each.primitive in (READ, WRITE))
     if inside and not (updates and eqn.primitive.name in DRIVEN):  # whose branch, or body, is a step of its own
         raise stands_in(eqn, "disk") if updates else ValueError(_COMPUTES)
     if (not used.isdisjoint(reads) and not is_update(eqn)) or not used.isdisjoint(written):

@@ -12,7 +12,6 @@ import operator
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, cast
 
@@ -43,13 +42,6 @@ class Aval(Protocol):
     def update(self, **fields: Any) -> Aval: ...
 
 
-class EquationContext(Protocol):
-    """The settings of jax under which an equation was traced."""
-
-    @property
-    def manager(self) -> AbstractContextManager[None]: ...
-
-
 if TYPE_CHECKING:
     # jax's classes, as far as they are the same in every supported version. jax's own annotations say less about values
     # (see Aval), and in 0.12 they no longer tell an open jaxpr from a closed one, which in 0.10 are two classes.
@@ -74,19 +66,10 @@ if TYPE_CHECKING:
         primitive: Primitive
         params: dict[str, Any]
         effects: Effects
-        ctx: EquationContext
+        ctx: Any  # the settings of jax under which it was traced
         source_info: Any  # a SourceInfo of jax.extend.source_info_util
 
-        def replace(
-            self,
-            *,
-            invars: Sequence[Var | Literal] = ...,
-            outvars: Sequence[Var] = ...,
-            params: dict[str, Any] = ...,
-            effects: Effects = ...,
-            ctx: EquationContext = ...,
-            source_info: Any = ...,
-        ) -> Equation: ...
+        def replace(self, **fields: Any) -> Equation: ...
 
     class Jaxpr:
         constvars: list[Var]
@@ -229,6 +212,7 @@ def sharded_like(
 
 
 _CALLED = ("jaxpr", "call_jaxpr", "fun_jaxpr")
+_RUNS = frozenset((*_CALLED, "branches", "body_jaxpr"))
 
 
 def called_by(eqn: Equation) -> ClosedJaxpr:
@@ -248,14 +232,12 @@ class Inner(NamedTuple):
     first: int
     carried: range
 
-    def holds(self, which: Callable[[Equation], bool]) -> bool:
-        """Whether ``which`` holds for one of its equations, or for one in their branches, loops or calls."""
-        return any(holds(eqn, which) for eqn in self.jaxpr.eqns)
-
 
 def inner_of(eqn: Equation) -> list[Inner]:
     """The jaxprs that an equation runs: all branches of a ``cond``, the body of a ``while``."""
     params, name = eqn.params, eqn.primitive.name
+    if _RUNS.isdisjoint(params):
+        return []
     first, carried = 0, range(0)
     found: list[Any] = [params[key] for key in _CALLED if key in params][:1]
     if name == "cond":
@@ -272,7 +254,12 @@ def inner_of(eqn: Equation) -> list[Inner]:
 
 def holds(eqn: Equation, which: Callable[[Equation], bool]) -> bool:
     """Whether ``which`` holds for an equation, or for one that it runs in a branch, a loop or a call."""
-    return which(eqn) or any(inner.holds(which) for inner in inner_of(eqn))
+    return which(eqn) or holds_inside(eqn, which)
+
+
+def holds_inside(eqn: Equation, which: Callable[[Equation], bool]) -> bool:
+    """Whether ``which`` holds for an equation that another one runs."""
+    return any(holds(each, which) for inner in inner_of(eqn) for each in inner.jaxpr.eqns)
 
 
 def branches_of(eqn: Equation) -> tuple[ClosedJaxpr, ...]:

@@ -22,7 +22,7 @@ DEFAULT_MIN_BYTES = 2**16  # below this a transfer costs the link its latency (a
 
 def is_host_aval(aval: Any) -> bool:
     """Return whether an abstract value, the type of an array or of a jaxpr's variable, is in host memory."""
-    return private.memory_space_of(aval) == Space.Host
+    return getattr(aval, "memory_space", None) is Space.Host  # a type of no array has none
 
 
 def on_device_aval(aval: Any) -> Any:

@@ -11,9 +11,8 @@
 | how arguments of a program are typed and made ready, by class | ``trace_as``, ``trace_as_on_host`` | 0.10 to 0.12 |
 | ``lower_fun`` | ``lowered`` | 0.10 to 0.12 |
 | ``main`` of a module, with the attributes of its arguments and results | ``take_back_aliases`` | 0.10 to 0.12 |
-| a tracer's equation, and all equations of its trace | ``equation_of``, ``equations_of_trace`` | 0.10 to 0.12 |
-| the variable that a tracer is | ``variable_of`` | 0.10 to 0.12 |
-| ``memory_space`` and ``manual_axis_type`` of a type | ``memory_space_of``, ``manual_axes_of`` | 0.10 to 0.12 |
+| a tracer's variable, its equation, all equations of its trace | ``variable_of``, ``equation_of`` | 0.10 to 0.12 |
+| ``memory_space`` and ``manual_axis_type`` of a type | ``memory.is_host_aval``, ``manual_axes_of`` | 0.10 to 0.12 |
 | XLA's compile options, a list of devices, ``compile`` of a client | ``compiled``, ``options_of`` | 0.10 to 0.12 |
 """
 
@@ -58,7 +57,7 @@ def _part_of(x: Any, *names: str) -> Any:
 
 
 def _check_types() -> None:
-    """Raise ``RuntimeError`` if the types of arrays lack an attribute that ``memory_space_of`` and others read."""
+    """Raise ``RuntimeError`` if the types of arrays lack an attribute that ``is_host_aval`` and others read."""
     scalar = ShapedArray((), jax.numpy.float32)
     for name in ("memory_space", "manual_axis_type", "sharding", "weak_type"):
         _part_of(scalar, name)
@@ -203,18 +202,13 @@ def equation_of(x: Any) -> Any:
 
     ``None`` for an argument, and for values that are not traced into a jaxpr: an array, the tangent of a derivative.
     """
-    eqn = _parent_of(x)
-    return None if eqn is None else _as_equation(eqn)
+    return _as_equation(x.parent) if is_result(x) else None
 
 
 def is_result(x: Any) -> bool:
     """Whether ``equation_of`` finds an equation; the equation, which may have thousands of operands, is not built."""
-    return _parent_of(x) is not None
-
-
-def _parent_of(x: Any) -> Any:
     _check_tracers()
-    return _part_of(x, "parent") if isinstance(x, _part_of(pe, "DynamicJaxprTracer")) else None
+    return isinstance(x, _part_of(pe, "DynamicJaxprTracer")) and _part_of(x, "parent") is not None
 
 
 def _as_equation(eqn: Any) -> Any:
@@ -240,11 +234,6 @@ def equations_of_trace(x: Any) -> list[Any]:
 def variable_of(x: Any) -> Any:
     """The variable, or the literal, that a traced value is in the jaxpr of its trace."""
     return _part_of(x, "val")
-
-
-def memory_space_of(aval: Any) -> Any:
-    """The memory space of a type; ``None`` if it is no array's."""
-    return getattr(aval, "memory_space", None)
 
 
 def manual_axes_of(x: Any) -> Any:

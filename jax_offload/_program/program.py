@@ -42,7 +42,7 @@ from jax_offload._program.jaxprs import (
 )
 from jax_offload._program.memory import Space, is_host_aval, to_device
 from jax_offload._program.own_primitives import is_composite, is_mark
-from jax_offload._program.primitives import CHECKPOINT, PLACED, can_be_cut, is_cheap
+from jax_offload._program.primitives import CHEAP, CHECKPOINT, PLACED, can_be_cut, is_cheap
 from jax_offload._program.propagate import needed_for
 from jax_offload._program.shardings import Shards
 
@@ -250,7 +250,8 @@ def expanded(jaxpr: Jaxpr, expand: Callable[[Equation], Program | None]) -> Jaxp
         if (program := expand(eqn)) is not None:
             new.names.update(zip(eqn.outvars, new.call(program, new.read(eqn.invars)), strict=True))
             continue
-        params = with_jaxprs(eqn.params, lambda inner: expanded(inner, expand))
+        cheap = eqn.primitive.name in CHEAP  # for these the search in the parameters would take longer than all else
+        params = eqn.params if cheap else with_jaxprs(eqn.params, lambda inner: expanded(inner, expand))
         new.put(eqn if params is eqn.params else eqn.replace(params=params))
     same = len(new.eqns) == len(jaxpr.eqns) and all(map(operator.is_, new.eqns, jaxpr.eqns))
     return jaxpr if same else jaxpr_like(jaxpr, new.eqns, new.read(jaxpr.outvars))

@@ -153,29 +153,15 @@ def made_of(eqns: Iterable[Equation], marked: Callable[[Equation], bool], start:
 def groups(masks: Sequence[Mask]) -> list[int]:
     """Numbers from 1 for masks that share a bit, directly or through others; 0 for the empty mask."""
     parent: dict[int, int] = {}
-    joined: dict[int, Mask] = {}  # of a root: the bits of its group
 
     def find(i: int) -> int:
-        while parent[i] != i:
-            parent[i] = i = parent[parent[i]]
+        while (above := parent.setdefault(i, i)) != i:
+            parent[i] = i = parent[above]
         return i
 
-    known = 0
-    for mask in masks:
-        # Each new bit is visited, but of the known ones only one of each group: many masks may share most bits.
-        new, old = mask & ~known, mask & known
-        known |= mask
-        roots: list[int] = []
-        while old:
-            roots.append(find(next(bits(old))))
-            old &= ~joined[roots[-1]]
-        root = roots[0] if roots else next(bits(new), -1)
-        for bit in bits(new):
-            parent[bit] = root
-        for other in roots[1:]:
-            parent[other] = root
-        if mask:
-            joined[root] = union((new, *(joined.pop(r) for r in roots)))
+    for mask in dict.fromkeys(masks):  # often all are equal, and have a bit for each leaf
+        roots = [find(bit) for bit in bits(mask)]
+        parent.update(dict.fromkeys(roots, roots[0] if roots else 0))
     number: dict[int, int] = {}
     return [0 if not m else number.setdefault(find(next(bits(m))), len(number) + 1) for m in masks]
 

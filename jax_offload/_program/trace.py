@@ -16,6 +16,7 @@ from jax_offload._program.jaxprs import DebugInfo, Equation, Var, flops, variabl
 from jax_offload._program.memory import is_host_aval
 from jax_offload._program.private import equation_of, equations_of_trace, is_result, variable_of
 from jax_offload._program.program import Program, flat
+from jax_offload._program.propagate import needed_for
 
 LARGE = 1 << 16  # elements; the activations of smaller gradients do not matter
 
@@ -114,13 +115,7 @@ def _passes(gradients: Sequence[Var], eqns: Sequence[Equation]) -> Backward:
             ends.add(id(made))
             if made.primitive.name not in _LOOPS:  # the results of a loop appear all at once
                 held |= dict.fromkeys(v for v in variables(made.invars) if _is_floating(v))
-    visited, todo, scaled = set[Var](), scales, False
-    while todo and not scaled:  # the scale of a gradient is made of these operations' results
-        x = todo.pop()
-        if x not in visited and (made := makers.get(x)) is not None:
-            visited.add(x)
-            scaled = id(made) in ends
-            todo += variables(made.invars)
+    scaled = any(id(eqn) in ends for eqn in needed_for(eqns, scales)[0])  # their results make a gradient's scale
     return Backward(sum(nbytes(v.aval) for v in held), sum(map(flops, eqns)), scaled)
 
 

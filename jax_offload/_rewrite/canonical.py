@@ -522,8 +522,9 @@ _ARITHMETIC = ELEMENTWISE - PLACED - {"optimization_barrier", MARK}
 
 def _on_the_device(new: Builder, eqn: Equation, operands: list[Atom]) -> Sequence[Atom] | None:
     """Run elementwise arithmetic on arrays in host memory, such as the sum of parameters and updates, on the device."""
-    arrays = [v for v in [*operands, *eqn.outvars] if v.aval.shape]
-    if eqn.primitive.name not in _ARITHMETIC or not arrays or not all(is_host_aval(v.aval) for v in arrays):
+    if eqn.primitive.name not in _ARITHMETIC or not is_host_aval(eqn.outvars[0].aval):
+        return None
+    if not eqn.outvars[0].aval.shape or not all(is_host_aval(v.aval) for v in operands if v.aval.shape):
         return None
 
     def run(*xs: Any) -> list[Any]:

@@ -25,7 +25,7 @@ from jax_offload._program.jaxprs import (
     Scan,
     Var,
     holds,
-    inner_of,
+    holds_inside,
     jax_fun,
     jaxpr_of,
     located,
@@ -181,7 +181,7 @@ def _within_loops(program: Program, like: Equation) -> Program:
 
 def _runs_passes(eqn: Equation) -> bool:
     """Whether an equation is a loop with a loop inside, and neither updates nor effects."""
-    inside = scan_of(eqn) is not None and not eqn.effects and any(inner.holds(is_loop) for inner in inner_of(eqn))
+    inside = scan_of(eqn) is not None and not eqn.effects and holds_inside(eqn, is_loop)
     return inside and not holds_update(eqn)
 
 
