@@ -24,15 +24,16 @@ class Facts(Generic[T]):
     Attributes:
       nothing: the fact about a constant, and about a variable that no rule mentions.
       join: the fact about a value that is made of several, or is one of several.
-      rule: the facts about an equation's results, given the equation and the facts about its operands. ``None``: they
-        follow from the jaxprs that the equation runs, or are the join of its operands' facts where it runs none.
+      rule: the facts about an equation's results, given the equation and the facts about its operands. Without one, and
+        where it returns ``None``, they follow from the jaxprs that the equation runs, or are the join of its operands'
+        facts where it runs none.
       entered: the names of the primitives whose jaxprs the engine enters; ``None``: all.
       choice_counts: whether what chooses a branch is one of the values that the results are made of.
     """
 
     nothing: T
     join: Callable[[Iterable[T]], T]
-    rule: Callable[[Equation, Sequence[T]], Sequence[T] | None] = lambda eqn, facts: None
+    rule: Callable[[Equation, Sequence[T]], Sequence[T] | None] | None = None
     entered: frozenset[str] | None = None
     choice_counts: bool = True
 
@@ -52,7 +53,7 @@ class Facts(Generic[T]):
 
     def after(self, eqn: Equation, given: Sequence[T]) -> Sequence[T]:
         """The facts about an equation's results, given the facts about its operands."""
-        if (found := self.rule(eqn, given)) is not None:
+        if self.rule is not None and (found := self.rule(eqn, given)) is not None:
             return found
         # Through the equations inside, not from a set of operands for each result: in a cond around all of an update
         # those sets together grow with the square of the leaves.

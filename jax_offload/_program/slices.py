@@ -152,14 +152,11 @@ def parts_of(roots: Sequence[Wanted], last: int) -> tuple[list[Part], dict[Root,
 
     Roots of a pass that need a host leaf in common go together. Roots that need none go to the prelude.
     """
-    parts, number_of = [Part(at) for at in range(last + 1)], dict[Root, int]()
-    for at in range(last + 1):
-        here = [each for each in roots if each.at == at]
-        groups_here = groups([each.needs for each in here])
-        slices = len(parts) - 1
-        number_of |= {each.root: slices + k if k else at for each, k in zip(here, groups_here, strict=True)}
-        parts += [Part(at) for _ in range(max(groups_here, default=0))]
-    return parts, number_of
+    most = union(each.needs for each in roots).bit_length()
+    numbers = groups([each.needs << each.at * most for each in roots])  # no bit in common with those of another pass
+    at_of = {k: each.at for each, k in zip(roots, numbers, strict=True) if k}
+    parts = [Part(at) for at in (*range(last + 1), *at_of.values())]
+    return parts, {each.root: last + k if k else each.at for each, k in zip(roots, numbers, strict=True)}
 
 
 def divide(program: Program, known: Known, parts: Sequence[Part], number_of: Mapping[Root, int]) -> None:
@@ -175,7 +172,7 @@ def divide(program: Program, known: Known, parts: Sequence[Part], number_of: Map
         needs = [0 if isinstance(v, DropVar) else needed_by.get(v, 0) for v in eqn.outvars]
         provided: list[Var] = []
         for k, v in enumerate(eqn.outvars):
-            if needs[k] and _is_provided(eqn, v, needs[k], known, preludes):
+            if needs[k] and not known.needs_host[v] and _is_provided(eqn, v, needs[k], known, preludes):
                 provider[v] = number_of[v] if v in known.scalars else known.earliest.get(v, 0)
                 needs[k] = 1 << provider[v]
                 provided.append(v)
@@ -190,9 +187,7 @@ def divide(program: Program, known: Known, parts: Sequence[Part], number_of: Map
 
 
 def _is_provided(eqn: Equation, v: Var, needs: Mask, known: Known, preludes: Mask) -> bool:
-    """Whether one part makes a variable for all parts that need it, so that none of them makes it again."""
-    if known.needs_host[v]:
-        return False
+    """Whether one part makes a variable that needs no host leaf, so that no other part makes it again."""
     shared = needs & preludes or needs.bit_count() > 1
     again = eqn.primitive.name in ELEMENTWISE  # cheaper computed again than kept, as an array, between its uses
     return bool(v.aval.shape == () or v in known.summaries or (shared and not again) or eqn.effects)
