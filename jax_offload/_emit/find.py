@@ -9,7 +9,7 @@ from typing import Any
 from jax_offload._disk.placeholder import READ
 from jax_offload._emit.region import REGION, Moved, Update
 from jax_offload._program.arrays import nbytes
-from jax_offload._program.jaxprs import Equation, Literal, closed, holds, inner_of, variables
+from jax_offload._program.jaxprs import ClosedJaxpr, Equation, Literal, holds, inner_of, variables
 from jax_offload._program.memory import is_host_aval
 from jax_offload._program.own_primitives import equations
 from jax_offload._program.primitives import is_loop
@@ -27,7 +27,7 @@ def without_updates(step: Any) -> Program:
         update = eqn.params["update"]
         return update.program if isinstance(update, Update) else as_program(equations(update))
 
-    return without_round_trips(flat(closed(expanded(step.jaxpr, expand), step.consts)))
+    return without_round_trips(flat(ClosedJaxpr(expanded(step.jaxpr, expand), step.consts)))
 
 
 @dataclasses.dataclass(frozen=True)

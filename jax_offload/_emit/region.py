@@ -24,15 +24,14 @@ from jax_offload._program.jaxprs import (
     ClosedJaxpr,
     Equation,
     Jaxpr,
-    closed,
     jax_fun,
     nameless,
     only_callbacks,
     values_of,
     variables,
-    without_dead_code,
 )
 from jax_offload._program.own_primitives import call_primitive, params_of
+from jax_offload._program.private import without_dead_code
 from jax_offload._program.program import Builder, Program, Var, flat
 from jax_offload._program.trace import Backward
 from jax_offload._schedule.after import schedules_of
@@ -211,7 +210,7 @@ class Moved:
     def only(self, used: Sequence[bool]) -> tuple[list[bool], Moved]:
         jaxpr, needed = without_dead_code(self.jaxpr.jaxpr, used)
         operands = [v for v, n in zip(self.operands, needed, strict=True) if n]
-        return needed, dataclasses.replace(self, jaxpr=closed(jaxpr), operands=operands)
+        return needed, dataclasses.replace(self, jaxpr=ClosedJaxpr(jaxpr, []), operands=operands)
 
     def emitted(self, args: Sequence[Any], *, lowered: bool = False, for_cpu: bool = False) -> list[Any]:
         return jax_fun(self.jaxpr)(*args)
@@ -229,7 +228,9 @@ def moved(
         return new.call(flat(traced), given)
     j = traced.jaxpr
     made = [v for v in dict.fromkeys(variables(j.outvars)) if v not in {*j.invars}]
-    part = Moved(closed(Jaxpr([], j.invars, made, j.eqns, j.effects, nameless(j.debug_info))), [*operands], plan)
+    part = Moved(
+        ClosedJaxpr(Jaxpr([], j.invars, made, j.eqns, j.effects, nameless(j.debug_info)), []), [*operands], plan
+    )
     results = [Var(v.aval) for v in made]
     new.eqns.append(like.replace(invars=given, outvars=results, params=params_of(part), effects=part.effects))
     return Builder(names=dict(zip([*j.invars, *made], [*given, *results], strict=True))).read(j.outvars)

@@ -16,7 +16,6 @@ from jax_offload._program.jaxprs import (
     ClosedJaxpr,
     Equation,
     Var,
-    closed,
     jax_fun,
     jaxpr_like,
     jaxpr_of,
@@ -141,7 +140,7 @@ class SliceRunner:
             return eqn.replace(source_info=eqn.source_info.replace(name_stack=stack))
 
         like = jaxpr_like(first.jaxpr, [*map(renamed, first.jaxpr.eqns)], first.jaxpr.outvars)
-        return closed(like, first.consts)
+        return ClosedJaxpr(like, first.consts)
 
     def _run(self, p: Planned, operands: list[Any]) -> list[Any]:
         if not isinstance(p.transfer, Chunked):
@@ -170,7 +169,7 @@ class SliceRunner:
         kind = self._kind[id(p)]
         if kind not in self._updates:
             inner = p.slice.core
-            run = jax_fun(closed(inner.jaxpr))
+            run = jax_fun(ClosedJaxpr(inner.jaxpr, []))
 
             def update_slice(*args: Any) -> Any:  # the name that profiles show
                 return run(*args)

@@ -27,12 +27,10 @@ from jax_offload._program.jaxprs import (
     Equation,
     Literal,
     Var,
-    closed,
     jax_fun,
     jit,
     values_of,
     variables,
-    without_dead_code,
 )
 from jax_offload._program.memory import (
     DEVICE_KIND,
@@ -44,6 +42,7 @@ from jax_offload._program.memory import (
     to_host,
     with_kind,
 )
+from jax_offload._program.private import without_dead_code
 from jax_offload._program.program import flat, numbered, structure
 from jax_offload._program.propagate import Node
 from jax_offload._rewrite.checked import check_order, tell
@@ -75,7 +74,7 @@ class Driven:
         segments: bool = True,
     ) -> None:
         if not is_driven(step):  # an update without results does not run
-            step = closed(without_dead_code(step.jaxpr, keep_inputs=True)[0], step.consts)
+            step = ClosedJaxpr(without_dead_code(step.jaxpr, keep_inputs=True)[0], step.consts)
         self._files = files_of(unguarded(flat(step, any_jit=True)))
         found = staged(self._files.program, self._files.ends)
         self._options = options, for_sending
@@ -199,7 +198,7 @@ class Driven:
         if key in self._compiled:
             return self._compiled[key]
         n, alone = len(task.outputs), len(self._devices) == 1
-        run = jax_fun(closed(sending_rows(jaxpr, n) if alone else jaxpr))
+        run = jax_fun(ClosedJaxpr(sending_rows(jaxpr, n) if alone else jaxpr, []))
 
         def program(*operands: Any) -> list[Any]:
             results = in_turn(run(*operands), turns)
@@ -363,7 +362,7 @@ class _Inner:
         self._driven: dict[int, Driven] = {}
         if eqn.primitive.name == "while":
             condition, self._used = without_dead_code(eqn.params["cond_jaxpr"].jaxpr)
-            self._condition = jit(jax_fun(closed(condition, eqn.params["cond_jaxpr"].consts)))
+            self._condition = jit(jax_fun(ClosedJaxpr(condition, eqn.params["cond_jaxpr"].consts)))
 
     def __call__(self, *operands: Any) -> list[Any]:
         given = values_of(dict(zip(self._task.inputs, operands, strict=True)), self._eqn.invars)

@@ -20,7 +20,7 @@ import numpy as np
 
 from jax_offload._host import cores
 from jax_offload._host.stages import Task
-from jax_offload._program.jaxprs import Equation, Jaxpr, Literal, Var, closed, values_of, variables
+from jax_offload._program.jaxprs import ClosedJaxpr, Equation, Jaxpr, Literal, Var, values_of, variables
 from jax_offload._program.memory import DEVICE_KIND, HOST_KIND, is_host_aval, with_kind
 from jax_offload._program.program import flat
 from jax_offload._program.shardings import Box, assembled, gathered
@@ -182,7 +182,7 @@ def kernel_of(jaxpr: Jaxpr, over: Mapping[int, int]) -> Kernel:
     Raises:
       _NotElementwise: one of its equations is not elementwise.
     """
-    program = flat(closed(jaxpr), any_jit=True)
+    program = flat(ClosedJaxpr(jaxpr, []), any_jit=True)
     inputs, outputs = program.inputs, variables(program.outputs)
     (shape, *more) = {v.aval.shape for v in outputs} or {()}
     every = {v.aval.shape for v in (*inputs, *(v for eqn in program.eqns for v in eqn.outvars))}

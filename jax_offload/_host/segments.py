@@ -26,11 +26,11 @@ from jax_offload._host.stages import BEFORE, GROUP, Stage, Staged
 from jax_offload._program.arrays import nbytes
 from jax_offload._program.barriers import opaque, together
 from jax_offload._program.jaxprs import (
+    ClosedJaxpr,
     Equation,
     Jaxpr,
     Scan,
     Var,
-    closed,
     flops,
     jaxpr_like,
     renamed,
@@ -209,7 +209,7 @@ def _sending(scan: Scan, ys: Sequence[Var]) -> Equation:
     with scan.eqn.ctx.manager:
         rows = zip(body.outvars[n:], ys, scan.ys, strict=True)
         sent = [x if y is old else new.run(to_host, x)[0] for x, y, old in rows]
-    traced = closed(jaxpr_like(body, new.eqns, [*body.outvars[:n], *sent]))
+    traced = ClosedJaxpr(jaxpr_like(body, new.eqns, [*body.outvars[:n], *sent]), [])
     # not unrolled: rows of several iterations would be put together in host memory
     return scan.eqn.replace(params=scan.eqn.params | {"jaxpr": traced, "unroll": 1}, outvars=[*scan.carry, *ys])
 

@@ -12,10 +12,10 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 
-from jax_offload._program.jaxprs import Atom, Equation, Jaxpr, Var, branches_of, closed, jaxpr_of, nameless, variables
+from jax_offload._program.jaxprs import Atom, ClosedJaxpr, Equation, Jaxpr, branches_of, jaxpr_of, nameless, variables
 from jax_offload._program.memory import is_host_aval, to_device, to_host
 from jax_offload._program.primitives import is_cheap
-from jax_offload._program.program import Builder, Program, flat, rebuilt, without_round_trips
+from jax_offload._program.program import Builder, Program, Var, flat, rebuilt, without_round_trips
 from jax_offload._program.shardings import zeros
 
 
@@ -58,7 +58,7 @@ def _only_in(cond: Equation, which: Atom, k: int, eqn: Equation) -> Equation:
     (run,) = Builder(names=dict(zip(reads, inputs, strict=True))).copy(eqn)
     zero = jaxpr_of(lambda: [zeros(v.aval) for v in eqn.outvars])[0].jaxpr
     taken, other = (
-        closed(Jaxpr([], inputs, outputs, eqns, like.effects, nameless(like.debug_info)))
+        ClosedJaxpr(Jaxpr([], inputs, outputs, eqns, like.effects, nameless(like.debug_info)), [])
         for eqns, outputs in (([run], run.outvars), (zero.eqns, zero.outvars))
     )
     branches = tuple(taken if i == k else other for i in range(len(branches_of(cond))))

@@ -23,8 +23,6 @@ from jax.experimental import io_callback
 from jax.extend import source_info_util
 from jax.extend.core import DebugInfo, Effects, Primitive
 
-from jax_offload._program.private import dce_jaxpr
-
 jit = jax.jit  # jax's own, also where a user puts jax_offload.jit in its place
 
 
@@ -289,10 +287,6 @@ def jax_fun(jaxpr: ClosedJaxpr) -> Callable[..., list[Any]]:
     ]
 
 
-def closed(jaxpr: Jaxpr, consts: Sequence[Any] = ()) -> ClosedJaxpr:
-    return ClosedJaxpr(jaxpr, list(consts))
-
-
 def jaxpr_like(like: Jaxpr, eqns: Sequence[Equation], outputs: Sequence[Atom]) -> Jaxpr:
     """Other equations, with the same inputs and effects."""
     return cast(Any, like).replace(eqns=list(eqns), outvars=list(outputs))
@@ -325,20 +319,6 @@ def with_jaxprs(params: dict[str, Any], change: Callable[[Jaxpr], Jaxpr]) -> dic
 def nameless(debug_info: DebugInfo) -> DebugInfo:
     """``debug_info`` without the names of arguments and results, for a jaxpr that has others."""
     return debug_info._replace(arg_names=None, result_paths=None)
-
-
-def without_dead_code(
-    jaxpr: Jaxpr, used: Sequence[bool] | None = None, *, keep_inputs: bool = False
-) -> tuple[Jaxpr, list[bool]]:
-    """``jaxpr`` with the equations that its results need and those with effects, and which of its inputs are left.
-
-    Args:
-      jaxpr: an open one.
-      used: for each result whether it is needed; ``None``: all are.
-      keep_inputs: whether inputs stay that nothing needs.
-    """
-    needed = [True] * len(jaxpr.outvars) if used is None else list(used)
-    return dce_jaxpr(jaxpr, needed, keep_inputs=keep_inputs)
 
 
 def run_equation(eqn: Equation, operands: Sequence[Any], params: dict[str, Any]) -> list[Any]:

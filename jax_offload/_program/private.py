@@ -4,7 +4,7 @@
 |---|---|---|
 | where an equation has the jaxprs that it runs | ``jaxprs.inner_of`` | 0.10 to 0.12 |
 | how a ``scan`` says which of its operands are what | ``jaxprs.scan_of`` | 0.10 and 0.11, 0.12 |
-| ``dce_jaxpr`` | ``jaxprs.without_dead_code`` | 0.10 to 0.12 |
+| ``dce_jaxpr`` | ``without_dead_code`` | 0.10 to 0.12 |
 | ``discharge_state`` | ``without_references`` | 0.10 to 0.12 |
 | whether the innermost trace is the one that computes | ``traces`` | 0.10 to 0.12 |
 | the tables of a primitive's rules; symbols for zero | ``set_rules``, ``nonzero``, ``zero_tangent`` | 0.10 to 0.12 |
@@ -66,9 +66,18 @@ def _check_types() -> None:
 _check_types()
 
 
-def dce_jaxpr(jaxpr: Any, used: Sequence[bool], *, keep_inputs: bool) -> tuple[Any, list[bool]]:
-    """Remove the equations that the used results do not need; return the jaxpr, and which of its inputs are left."""
-    return _part_of(pe, "dce_jaxpr")(jaxpr, list(used), instantiate=keep_inputs)
+def without_dead_code(
+    jaxpr: Any, used: Sequence[bool] | None = None, *, keep_inputs: bool = False
+) -> tuple[Any, list[bool]]:
+    """An open jaxpr with the equations that its results need and those with effects, and which inputs are left.
+
+    Args:
+      jaxpr: the jaxpr.
+      used: for each result whether it is needed; ``None``: all are.
+      keep_inputs: whether inputs stay that nothing needs.
+    """
+    needed = [True] * len(jaxpr.outvars) if used is None else list(used)
+    return _part_of(pe, "dce_jaxpr")(jaxpr, needed, instantiate=keep_inputs)
 
 
 def traces() -> bool:

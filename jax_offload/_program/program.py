@@ -35,14 +35,11 @@ from jax_offload._program.jaxprs import (
     says_nothing_of_placement,
     variables,
     with_jaxprs,
-    without_dead_code,
-)
-from jax_offload._program.jaxprs import (
-    closed as as_closed,
 )
 from jax_offload._program.memory import Space, is_host_aval, to_device
 from jax_offload._program.own_primitives import is_composite, is_mark
 from jax_offload._program.primitives import CHEAP, CHECKPOINT, PLACED, can_be_cut, is_cheap
+from jax_offload._program.private import without_dead_code
 from jax_offload._program.propagate import needed_for
 from jax_offload._program.shardings import Shards
 
@@ -81,7 +78,7 @@ class Program:
         n = len(self.consts)
         inputs = self.inputs[:n], self.inputs[n:]
         jaxpr = Jaxpr(*inputs, self.outputs, self.eqns, self.effects, nameless(self.debug_info))
-        return as_closed(jaxpr, self.consts)
+        return ClosedJaxpr(jaxpr, self.consts)
 
     def only(self, used: Sequence[bool]) -> tuple[list[bool], Program]:
         """Reduce a program without constants to some results; return the inputs that it needs, and the program."""
@@ -129,7 +126,7 @@ def flat(
             ins = own.read(eqn.invars)
             inner = _run_once(eqn) if any_call else _inlinable(eqn, ins, any_jit)
             if inner is None and eqn.primitive.name in CHECKPOINT and opens(eqn):
-                inner = as_closed(eqn.params["jaxpr"])
+                inner = ClosedJaxpr(eqn.params["jaxpr"], [])
                 if behind := {v: Var(v.aval) for v in _kept_apart(eqn, ins)}:
                     eqns.append(equation_of_together(behind))
                     ins = [renamed(behind, v) for v in ins]
@@ -337,7 +334,7 @@ def _run_once(eqn: Equation) -> ClosedJaxpr | None:
     if not inner or len(inner[0].jaxpr.outvars) != len(eqn.outvars):
         return None
     called: Any = called_by(eqn)
-    return called if hasattr(called, "consts") else as_closed(called)  # a checkpoint's jaxpr is open
+    return called if hasattr(called, "consts") else ClosedJaxpr(called, [])  # a checkpoint's jaxpr is open
 
 
 def _inlinable(eqn: Equation, operands: list[Atom], any_jit: bool) -> ClosedJaxpr | None:

@@ -21,6 +21,7 @@ from jax.sharding import NamedSharding
 from jax_offload._program.arrays import nbytes
 from jax_offload._program.jaxprs import (
     Atom,
+    ClosedJaxpr,
     DebugInfo,
     DropVar,
     Effects,
@@ -28,14 +29,13 @@ from jax_offload._program.jaxprs import (
     Jaxpr,
     Literal,
     Var,
-    closed,
     jax_fun,
     nameless,
     variables,
-    without_dead_code,
 )
 from jax_offload._program.memory import is_host_aval
 from jax_offload._program.primitives import ELEMENTWISE, REDUCE, can_be_cut
+from jax_offload._program.private import without_dead_code
 from jax_offload._program.program import Builder, Program
 from jax_offload._program.propagate import LATEST, Mask, add_needs, backward, bits, forward, groups, union
 from jax_offload._program.shardings import Shards
@@ -226,7 +226,7 @@ class Slice:
     @property
     def run(self) -> Callable[..., list[Any]]:
         """``run(*inputs) -> outputs``, all at once."""
-        return jax_fun(closed(self.jaxpr))
+        return jax_fun(ClosedJaxpr(self.jaxpr, []))
 
     @functools.cached_property
     def core(self) -> Core:

@@ -28,12 +28,12 @@ from jax_offload._program.branches import choice
 from jax_offload._program.jaxprs import (
     REFERENCES,
     Atom,
+    ClosedJaxpr,
     Equation,
     Literal,
     Scan,
     Var,
     branches_of,
-    closed,
     effects_of,
     holds,
     jax_fun,
@@ -43,12 +43,11 @@ from jax_offload._program.jaxprs import (
     sharded_like,
     values_of,
     variables,
-    without_dead_code,
 )
 from jax_offload._program.memory import is_host_aval, on_device_aval, to_device, to_host
 from jax_offload._program.own_primitives import MARK
 from jax_offload._program.primitives import CHECKPOINT, ELEMENTWISE, PLACED, SHAPES, is_cheap, is_loop
-from jax_offload._program.private import without_references
+from jax_offload._program.private import without_dead_code, without_references
 from jax_offload._program.program import (
     Builder,
     Program,
@@ -96,7 +95,7 @@ def _opened(program: Program) -> Program:
     def scans_over_layers(eqn: Equation) -> bool:
         if eqn.primitive.name not in CHECKPOINT or layers.isdisjoint(variables(eqn.invars)):
             return False
-        body = flat(closed(eqn.params["jaxpr"]), opens=lambda _: True)
+        body = flat(ClosedJaxpr(eqn.params["jaxpr"], []), opens=lambda _: True)
         inside = {v for v, x in zip(body.inputs, eqn.invars, strict=True) if isinstance(x, Var) and x in layers}
         inside = made_cheaply(body.eqns, inside)
         scans = filter(None, map(scan_of, body.eqns))
@@ -212,7 +211,7 @@ def _moved_inside(program: Program, at: int, moved: Sequence[Equation]) -> Progr
     read.update(v for eqn in program.eqns if id(eqn) not in gone for v in variables(eqn.invars))
     kept = [v in read for v in this.outvars]
     results = [v for eqn in moved for v in eqn.outvars if v in read]
-    body = jax_fun(closed(this.params["jaxpr"]))
+    body = jax_fun(ClosedJaxpr(this.params["jaxpr"], []))
 
     def run(*operands: Any) -> list[Any]:
         own = dict(zip(passed, operands, strict=False))
@@ -399,7 +398,7 @@ def _are_numbers_of_rows(program: Program, at: int, body: Program, starts: Seque
     if any(needed) or jaxpr.effects:  # an effect notes, for one, that a number is another on each device
         return False
     with jax.ensure_compile_time_eval():
-        values = dict(zip(atoms, map(np.asarray, jax_fun(closed(jaxpr, traced.consts))()), strict=True))
+        values = dict(zip(atoms, map(np.asarray, jax_fun(ClosedJaxpr(jaxpr, traced.consts))()), strict=True))
     number = np.arange(scan.length)
 
     def is_constant(x: Atom, wanted: Any) -> bool:

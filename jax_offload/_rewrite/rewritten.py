@@ -34,13 +34,9 @@ from jax_offload._program.jaxprs import (
     scan_of,
     sharded_like,
     variables,
-    without_dead_code,
-)
-from jax_offload._program.jaxprs import (
-    closed as as_closed,
 )
 from jax_offload._program.primitives import is_loop
-from jax_offload._program.private import manual_axes_of
+from jax_offload._program.private import manual_axes_of, without_dead_code
 from jax_offload._program.program import (
     Builder,
     Program,
@@ -265,7 +261,7 @@ def _saying(closed: ClosedJaxpr, why: Iterable[str], but: Set[int] = frozenset()
         ins = [Var(v.aval) if isinstance(v, Literal) else v for v in eqn.invars]
         return Program(ins, list(eqn.outvars), [noted.replace(invars=ins)], [], closed.jaxpr.debug_info)
 
-    return as_closed(expanded(closed.jaxpr, with_reasons), closed.consts)
+    return ClosedJaxpr(expanded(closed.jaxpr, with_reasons), closed.consts)
 
 
 def _noted_inside(program: Program) -> Program:
@@ -291,7 +287,7 @@ def _by_step(program: Program) -> ClosedJaxpr | None:
     if (scan := scan_of(eqn)) is not None:
         run = functools.partial(_steps, scan)
     elif eqn.primitive.name == "shard_map" and not _varies_behind_barriers(eqn):
-        body = without_effects_of_axes(flat(as_closed(eqn.params["jaxpr"]))).closed
+        body = without_effects_of_axes(flat(ClosedJaxpr(eqn.params["jaxpr"], []))).closed
         run = sharded_like(eqn, lambda *operands: jax_fun(rewritten(body))(*operands))
     else:
         return None
