@@ -2,7 +2,6 @@
 
 import warnings
 
-import flax.nnx as nnx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -42,34 +41,6 @@ def test_compile_once_train_state():
     state = state.replace(step=jax.device_put(jnp.int32(0), jax.devices()[0]))  # plain optax needs it too
     step = jax.jit(lambda s, x: s.apply_gradients(grads=jax.grad(loss)(s.params, x)), donate_argnums=0)
     assert int(run(step, state).step) == 3
-
-
-def test_compile_once_jitted_train_state():
-    create = jax.jit(lambda p: TrainState.create(apply_fn=loss, params=p, tx=TX))
-    step = jax.jit(lambda s, x: s.apply_gradients(grads=jax.grad(loss)(s.params, x)), donate_argnums=0)
-    run(step, create(committed()))
-
-
-def test_compile_once_nnx():
-    model = nnx.Linear(16, 4, rngs=nnx.Rngs(0))
-    nnx.update(model, jax.device_put(nnx.state(model), jax.devices()[0]))
-    optimizer = nnx.Optimizer(model, TX, wrt=nnx.Param)
-    nnx.update(optimizer, jax.tree.map(lambda x: x if x.committed else jax.device_put(x, jax.devices()[0]),
-                                       nnx.state(optimizer)))  # fmt: skip
-    traces = []
-
-    @nnx.jit
-    def step(model, optimizer, x):
-        traces.append(1)
-        grads = nnx.grad(lambda m: (m(x) ** 2).mean())(model)
-        optimizer.update(model, grads)
-
-    x = jax.device_put(jnp.ones((2, 16)), jax.devices()[0])
-    for _ in range(3):
-        step(model, optimizer, x)
-    assert len(traces) == 1
-    memories = [x.sharding.memory_kind for x in jax.tree.leaves(nnx.state(optimizer)) if x.ndim]
-    assert "pinned_host" in memories
 
 
 def test_compile_once_under_a_mesh_without_commitment():

@@ -1,10 +1,9 @@
 """Steps that are driven from Python: the host's cores update a share of the state, or it is on disk.
 
-Values, placement and donation. The step runs on a CPU device other than the cores' own, as it
-does beside an accelerator. ``test_equivalence.py`` has every optimizer, wrapper, sharding, branch and kind of layers.
+The step runs on a CPU device other than the cores' own, as it does beside an accelerator. Values, placement and
+donation for every optimizer, wrapper, sharding, branch and kind of layers: tests/test_equivalence.py.
 """
 
-import contextlib
 import threading
 
 import jax
@@ -12,11 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import AxisType, NamedSharding, SingleDeviceSharding
-from jax.sharding import PartitionSpec as P
 
 import jax_offload as jo
-from tests.support.sizes import set_sizes
 from tests.support.trees import assert_same, copied
 
 pytestmark = [
@@ -61,9 +57,6 @@ def offload(inner=CLIPPED, update_on="host", **options):
     return jo.offload(inner, **{"min_bytes": 2048, "update_on": update_on, **options})
 
 
-def places(tree):
-    """Of all arrays but scalars, which optax leaves uncommitted."""
-    return [(x.sharding, x.sharding.memory_kind) for x in jax.tree.leaves(tree) if x.ndim]
 
 
 @pytest.fixture(params=["a group each", "one group"])
@@ -73,70 +66,6 @@ def groups(request):
 
 
 # ---- values, placement and donation ----------------------------------------------------------------------------------
-
-SHARES = [
-    "host",
-    0.3,
-    {"layer_0": "device", "layer_1": 0.5, "layer_2": "host", "layer_3": "host"},
-    [("[13]/w", "host")],
-]
-
-
-@pytest.mark.oldest("the step, cut and driven")
-@pytest.mark.usefixtures("small_groups")
-@pytest.mark.parametrize("share", SHARES, ids=str)
-@pytest.mark.parametrize(("inner", "donate"), [(CLIPPED, (0, 1)), (ADAMW, (0, 1)), (ADAMW, ())])
-def test_a_driven_step_is_the_step(inner, donate, share):
-    """Updates one after the other, each compared with the plain one of the same state."""
-    tx, params = offload(inner, share), jax.tree.map(copied, model())  # of the type that copies have
-    step, plain, state = jo.jit(step_of(tx), donate_argnums=donate), jax.jit(step_of(inner)), tx.init(params)
-    for _ in range(2):
-        want = plain(params, jo.to_device(state), X)
-        given = jax.tree.map(lambda leaf: copied(leaf) if leaf.ndim else leaf, (params, state))
-        got = step(*given, X)
-        assert_same(jo.to_device(got), want, "one update")
-        assert places(got[:2]) == places((params, state))
-        assert {leaf.is_deleted() for leaf in jax.tree.leaves(given) if leaf.ndim} == {bool(donate)}
-        params, state = got[:2]
-    assert {x.sharding for x in jax.tree.leaves(got)} == {
-        SingleDeviceSharding(jax.devices()[1], memory_kind=kind) for kind in ("device", "pinned_host")
-    }
-
-
-def sharded(inner, share, how, mesh):
-    """Two updates of a state on a mesh: plain optax's numbers, all of it where it was, replicas alike to the bit."""
-    where = NamedSharding(mesh, P(None, "model") if mesh.axis_types[0] is AxisType.Auto else P())
-    params = jax.tree.map(lambda p: placed(p, where if p.ndim == 2 else NamedSharding(mesh, P())), model())
-    tx = offload(inner, share, **({"shard_over": "data"} if how == "ZeRO-1" else {}))
-    x = placed(X, NamedSharding(mesh, P("data", None)))
-    step, plain, state = jo.jit(step_of(tx), donate_argnums=(0, 1)), jax.jit(step_of(inner)), tx.init(params)
-    for _ in range(2):
-        want = plain(params, jo.to_device(state), x)
-        before, where = [leaf.sharding for leaf in jax.tree.leaves((params, state))], addresses(state)
-        params, state, _ = got = step(params, state, x)
-        assert_same(jo.to_device(got), want, "sharded")
-        assert inner is not ADAMW or share != "host" or where == addresses(state)
-        for leaf, place in zip(jax.tree.leaves((params, state)), before, strict=True):
-            assert leaf.sharding.is_equivalent_to(place, leaf.ndim) and leaf.sharding.memory_kind == place.memory_kind
-            shards = {(str(shard.index), np.asarray(shard.data).tobytes()) for shard in leaf.addressable_shards}
-            assert len(shards) == len({index for index, _ in shards})
-
-
-def addresses(state):
-    leaves = [x for x in jax.tree.leaves(state) if x.sharding.memory_kind == "pinned_host"]
-    return [shard.data.unsafe_buffer_pointer() for x in leaves for shard in x.addressable_shards]
-
-
-@pytest.mark.oldest("meshes of driven steps")
-@pytest.mark.usefixtures("small_groups")
-@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
-@pytest.mark.parametrize(("inner", "share"), [(ADAMW, "host"), (CLIPPED, 0.5), (optax.lamb(1e-2), "host")])
-@pytest.mark.parametrize("how", ["as the parameters", "ZeRO-1"])
-def test_sharded(inner, share, how, kind):
-    """Kernels go by shards, and write each in place; LAMB takes leaves whole."""
-    mesh = jax.make_mesh((2, 2), ("data", "model"), devices=jax.devices()[:4], axis_types=(kind, kind))
-    with jax.set_mesh(mesh) if kind is AxisType.Explicit else contextlib.nullcontext():
-        sharded(inner, share, how, mesh)
 
 
 def test_the_same_to_the_last_bit(groups):
@@ -164,24 +93,6 @@ def test_an_array_that_is_donated_and_given_again_keeps_its_numbers():
 
 
 # ---- the pass in several programs, before a state on disk ------------------------------------------------------------
-
-PART = 2 * WIDTH * WIDTH  # bytes: a quarter of a layer's state
-
-
-def test_values_on_disk(disk, monkeypatch):
-    """Small leaves on the device are updated beside the groups.
-
-    ``order=`` has the layers against the order of their gradients, and a group has rows of two of them: the next one,
-    whose gradient is there before, reads what that one has made of its parameter.
-    """
-    set_sizes(monkeypatch.setattr, part=PART, group=3 * PART)
-    tx, params = offload(ADAMW, "device", disk=disk, order=[f"layer_{k}" for k in range(LAYERS)]), model()
-    step, plain, state = jo.jit(step_of(tx), donate_argnums=(0, 1)), jax.jit(step_of(ADAMW)), tx.init(params)
-    for _ in range(4):
-        want = plain(params, jo.to_device(state), X)
-        params, state, _ = got = step(params, state, X)
-        assert_same(jo.to_device(got), want, "one update")
-        assert {x.sharding.memory_kind for x in jax.tree.leaves(params)} == {"device"}
 
 
 @pytest.mark.usefixtures("small_groups")

@@ -16,6 +16,7 @@ WRAPPERS += [(where, clip) for clip in ("adaptive clip", "clip by block") for wh
 OTHERS = [  # of a step around its update
     *(("skip", kind) for kind in dict.fromkeys(FIELDS["skip"]) if kind),
     *(("second", kind) for kind in dict.fromkeys(FIELDS["second"]) if kind),
+    *(("again", kind) for kind in dict.fromkeys(FIELDS["again"]) if kind),
     ("storage", "int8"), ("dtype", "bfloat16 with masters"), ("metrics", ("loss", "gradients")), ("accumulate", "scan"),
 ]  # fmt: skip
 INNER = [("optimizer", name) for name in OPTIMIZERS] + WRAPPERS + OTHERS

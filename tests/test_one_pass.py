@@ -12,6 +12,7 @@ import numpy as np
 import optax
 import pytest
 from jax.experimental.layout import Format, Layout
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import jax_offload as jo
 
@@ -127,13 +128,24 @@ CLIPPED = lambda lr: optax.chain(optax.clip_by_global_norm(0.1), optax.adamw(lr)
 MASTERS = lambda lr: jo.with_master_params(optax.adamw(lr))  # noqa: E731
 
 
+def addresses(tree):
+    shards = [shard.data for x in jax.tree.leaves(tree) if x.ndim for shard in x.addressable_shards]
+    return [shard.unsafe_buffer_pointer() for shard in shards]
+
+
 @pytest.mark.oldest("views of host memory, and what jax says of donation")
 @pytest.mark.parametrize(
-    ("make", "dtype", "donated"),
-    [(CLIPPED, jnp.float32, True), (CLIPPED, jnp.float32, False), (MASTERS, jnp.bfloat16, True)],
+    ("make", "dtype", "donated", "divided"),
+    [
+        (CLIPPED, jnp.float32, True, True),
+        (CLIPPED, jnp.float32, False, False),
+        (MASTERS, jnp.bfloat16, True, False),
+    ],
 )
-def test_values_placement_and_buffers(make, dtype, donated, kernels):
-    """tests/test_equivalence.py covers other optimizers."""
+def test_values_placement_and_buffers(make, dtype, donated, divided, kernels):
+    """A kernel writes each shard in place. tests/test_equivalence.py covers other optimizers."""
+    mesh = jax.make_mesh((2,), ("x",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
+    place = NamedSharding(mesh, PartitionSpec(None, "x")) if divided else jax.devices()[0]
     inner = make(rate(1e-3))
     tx = jo.offload(inner, min_bytes=0, update_on="host")
 
@@ -142,17 +154,16 @@ def test_values_placement_and_buffers(make, dtype, donated, kernels):
 
     ours = jo.jit(step, donate_argnums=(0, 1) if donated else ())
     plain = jax.jit(lambda p, s, g: (lambda u, s: (optax.apply_updates(p, u), s))(*inner.update(g, s, p)))
-    params, want = parameters(dtype), parameters(dtype)
+    params, want = (jax.device_put(parameters(dtype), place, may_alias=False) for _ in range(2))
     state, resident = tx.init(params), inner.init(want)
     for k in range(3):
-        grads = jax.tree.map(lambda p, k=k: (p + k).astype(p.dtype) / 8, parameters(dtype))
-        before = [x.unsafe_buffer_pointer() for x in jax.tree.leaves((params, state)) if x.ndim]
+        grads = jax.tree.map(lambda p, k=k: (p + k).astype(p.dtype) / 8, want)
+        before = addresses((params, state))
         held = jax.tree.map(np.array, jo.to_device((params, state)))
         old = params, state
         params, state = ours(params, state, grads)
         want, resident = plain(want, resident, grads)
-        after = [x.unsafe_buffer_pointer() for x in jax.tree.leaves((params, state)) if x.ndim]
-        assert (before == after) == donated
+        assert (before == addresses((params, state))) == donated
         if not donated:
             jax.tree.map(np.testing.assert_array_equal, jo.to_device(old), held)
     assert len(kernels) == 1  # for leaves of all shapes, and all steps

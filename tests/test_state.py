@@ -10,7 +10,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import orbax.checkpoint as ocp
 import pytest
 
 import jax_offload as jo
@@ -46,26 +45,6 @@ def test_to_device_and_back():
     for back in (jo.to_host(tx, resident), jo.to_host(tx, resident, p), jax.jit(lambda s: jo.to_host(tx, s))(resident)):
         assert kinds_of(back) == kinds_of(state)
         equal(back, state)
-
-
-def test_to_host_through_a_chain_and_with_rules():
-    p = params()
-    tx = optax.chain(optax.clip(1.0), jo.offload(optax.adamw(1e-3), select="w", min_bytes=0))
-    state = tx.init(p)
-    assert kinds_of(jo.to_host(tx, jo.to_device(state))) == kinds_of(state)
-
-
-def test_migrating_a_running_resident_job():
-    """A resident run becomes an offloaded one, at once by ``to_host`` or in the next step, and goes on alike."""
-    plain, p = optax.adamw(1e-3), params()
-    tx = jo.offload(plain, min_bytes=0)
-    p, resident = trained(plain, p)
-    grads = jax.tree.map(jnp.cos, p)
-    expected = jax.jit(plain.update)(grads, resident, p)
-    for start in (resident, jo.to_host(tx, resident)):
-        updates, state = jax.jit(tx.update)(grads, start, p)
-        equal((updates, state), expected)
-        assert kinds_of(state) == kinds_of(tx.init(p))
 
 
 @pytest.mark.parametrize("abstract", [False, True])
@@ -105,22 +84,6 @@ def test_a_step_lowers_with_abstract_state():
         compiled = traced.lower().compile()
     new = compiled(p, tx.init(p), params())[1]
     assert kinds_of(new) == kinds_of(tx.init(p))
-
-
-def test_what_abstract_state_brings_compiles_once(tmp_path):
-    p, tx = params(), jo.offload(optax.adamw(1e-3), min_bytes=0)
-    with ocp.CheckpointManager(tmp_path / "run") as manager:
-        manager.save(0, args=jo.save_args(tx.init(p)))
-        restored = jo.restore(manager, jo.abstract_state(tx, p))
-    abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), p)
-    for state in (
-        restored,
-        *(jax.jit(tx.init, out_shardings=shardings_in(jo.abstract_state(tx, q)))(p) for q in (p, abstract)),
-    ):
-        step, q = jax.jit(_step(tx)), p
-        for _ in range(2):
-            q, state = step(q, state, p)
-        assert step._cache_size() == 1
 
 
 def test_to_host_without_params_refuses_to_guess():

@@ -79,34 +79,6 @@ def test_steps_equal_those_of_a_resident_state_in_the_same_format(storage):
     assert stacked and all("chunks of axis 0" in text for text in stacked), how
 
 
-@pytest.mark.parametrize(("storage", "dtype"), [("int8", jnp.float32), ("float8_e4m3fn", jnp.bfloat16)])
-def test_what_no_gradient_touches_does_not_drift(storage, dtype):
-    """Zero gradients and no decay: momentum in the format is read and written again, and stays as it is."""
-    tx, params = jo.offload(optax.trace(decay=1.0), storage=storage, min_bytes=0), parameters(dtype)
-    update = jax.jit(tx.update)
-    _, state = update(gradients(params), tx.init(params))
-    first = jo.to_plain(tx, state)
-    for _ in range(5):
-        _, state = update(jax.tree.map(jnp.zeros_like, params), state)
-    for x, y in zip(jax.tree.leaves(jo.to_plain(tx, state)), jax.tree.leaves(first), strict=True):
-        np.testing.assert_array_equal(np.float32(x), np.float32(y))
-    assert state.rounds == 6
-
-
-def test_small_increments_are_not_lost():
-    """A second moment that grows by 0.1 % a step gets there on average; rounded to nearest it would stand still."""
-    inner = optax.GradientTransformation(
-        lambda p: jax.tree.map(jnp.ones_like, p), lambda u, s, p=None: (u, jax.tree.map(lambda x: x * 1.001, s))
-    )
-    params = {"w": jnp.ones((4, 256))}
-    for name in "bfloat16", "float8_e4m3fn", "int8", "uint8":
-        tx = jo.offload(inner, storage={"w": name}, min_bytes=0)
-        state = tx.init(params)
-        values = jax.jit(lambda s, tx=tx: jax.lax.fori_loop(0, 300, lambda i, s: tx.update(params, s)[1], s))
-        got = float(np.mean(jo.to_plain(tx, values(state))["w"]))
-        assert abs(got / 1.001**300 - 1) < 0.1, (name, got)
-
-
 def test_leaves_that_pass_through_are_not_encoded_again():
     frozen = optax.masked(ADAMW, {"layers": True, "embed": False, "flat": False, "norm": False})
     inner = optax.chain(
@@ -116,19 +88,6 @@ def test_leaves_that_pass_through_are_not_encoded_again():
     params = parameters()
     kept = jo.placement(tx, params).leaves
     assert any("kept" in row.path and "not loaded" in row.streams for row in kept if row.host)
-
-
-@pytest.mark.parametrize("value", [np.nan, np.inf])
-def test_what_is_not_finite_shows(value):
-    tx = jo.offload(optax.trace(0.9), storage="int8", min_bytes=0)
-    params = parameters()
-    grads = gradients(params)
-    grads["embed"] = grads["embed"].at[5, 7].set(value)
-    _, state = jax.jit(tx.update)(grads, tx.init(params))
-    read = np.asarray(jo.to_plain(tx, state).trace["embed"])
-    assert (
-        np.isnan(read[5, :128]).all() and np.isfinite(read[5, 128:]).all() and np.isfinite(np.delete(read, 5, 0)).all()
-    )
 
 
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
@@ -145,15 +104,6 @@ def test_blocks_are_divided_as_their_parameters_are(axis_type, shard_over):
             assert kinds(nu) == [HOST, HOST]
             jax.tree.map(lambda x, s: x.sharding.is_equivalent_to(s.sharding, x.ndim) or pytest.fail(str(x.sharding)),
                          x, jo.abstract_state(tx, params))  # fmt: skip
-
-
-def test_compiles_once_with_storage():
-    tx = jo.offload(jo.with_master_params(ADAMW), storage=ADAM_STORAGE["int8"], min_bytes=1024)
-    params = parameters(jnp.bfloat16)
-    state, step = tx.init(params), stepper(tx)
-    for k in range(3):
-        params, state = step(params, state, np.int32(k))
-    assert step._cache_size() == 1
 
 
 def test_what_a_string_leaves_alone():

@@ -130,13 +130,6 @@ def test_pmap_is_told_of():
         assert_same(results, jax.pmap(INNER.update)(tree, state, tree), "update")
 
 
-def test_pmap_of_what_stays_on_the_device_works():
-    state, tree = replicated(INNER.init(params())), replicated(params())
-    kept = jo.offload(INNER, min_bytes=2**20)
-    results = jax.pmap(kept.update)(tree, state, tree)
-    assert_same(results, jax.pmap(INNER.update)(tree, state, tree), "update")
-
-
 @OLDEST
 def test_shard_map_is_not_taken_for_pmap():
     tx, tree = jo.offload(INNER, min_bytes=0), params()
@@ -164,14 +157,6 @@ def test_what_only_looks_is_no_state_that_was_moved():
     assert warnings_of(lambda: jo.placement(step, tree, INNER.init(tree))) == []
     assert warnings_of(lambda: jo.placement(step, tree, jo.abstract_state(tx, tree))) == []
     assert len(jo.placement(step, tree, jo.abstract_state(tx, tree)).leaves) == len(jax.tree.leaves(tx.init(tree))) - 1
-
-
-def test_nothing_outlives_its_trace():
-    tx, tree = jo.offload(INNER, min_bytes=0), params()
-    state = tx.init(tree)
-    with jax.checking_leaks():
-        jax.jit(tx.update)(tree, state, tree)
-        jax.jit(lambda g, s, p: jo.update_params(tx, g, s, p))(tree, state, tree)
 
 
 def told(warned):

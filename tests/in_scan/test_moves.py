@@ -45,17 +45,8 @@ WITHOUT_ROWS = {("optimizer", name) for name in ("sgd", "sm3")} | {
 }
 CHOICES = (
     *("stack", "gradients", "skip", "inside", "target", "second", "second stack", "remat", "oddity", "further leaf"),
-    *(
-        "loss scale",
-        "metrics",
-        "results",
-        "train state",
-        "jitted inside",
-        "optimizer",
-        "outside",
-        "storage",
-        "fraction",
-    ),
+    *("loss scale", "metrics", "results", "train state", "jitted inside", "optimizer", "outside", "storage"),
+    *("fraction", "again"),
 )
 
 

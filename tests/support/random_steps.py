@@ -114,7 +114,7 @@ FIELDS: dict[str, tuple[Any, ...]] = {
                   "adadelta", "adamax", "dadapt", "lars", "rprop", "simplified_ademamix"),
     "inside": (None,) * 5 + ("clip", "clip", "MultiSteps", "apply_if_finite", "masked", "partition", "inject", "ema",
                "zero_nans", "named_chain", "flatten", "conditionally", "plateau", "MultiSteps that skips", "mechanize"),
-    "outside": (None,) * 7 + ("clip", "clip", "apply_if_finite", "masked", "partition", "inject", "ema"),
+    "outside": (None,) * 7 + ("clip", "clip", "apply_if_finite", "masked", "partition", "inject", "ema", "by group"),
     # the options of jo.offload
     "fraction": (1.0,) * 5 + (0.5, 0.25, 0.0),
     "select": (None,) * 6 + ("w", "callable", "tree"),
@@ -124,6 +124,7 @@ FIELDS: dict[str, tuple[Any, ...]] = {
     "order": (None, None, None, "rules"),
     "storage": (None,) * 9 + ("bfloat16", "int8", "float16", "float8_e5m2", "float8_e4m3fn"),
     "pieces": ("as ever", "small"),  # small: a driven update goes slice by slice, and a stack by its rows
+    "again": (None,) * 6 + ("new gradients", "same gradients"),  # the state is updated twice in a step
 }  # fmt: skip
 
 # Plain optax returns the same values by name, whatever these are.
@@ -550,6 +551,12 @@ def transformation(r: Recipe, params: Any, mode: str, folder: Path, *, plain: bo
     tx = jo.with_master_params(tx) if "masters" in r["dtype"] else tx
     if not plain and (mode != "plain" or r["storage"]):  # plain optax has no state in fewer bits
         tx = jo.offload(tx, **options(r, params, mode, folder))
+    if r["outside"] == "by group":
+        rest = optax.sgd(1e-1, momentum=0.9)
+        if not plain and mode != "plain":
+            by_default = {"pieces": "as ever", "select": None, "order": None}  # rules name a parameter of the others
+            rest = jo.offload(rest, **options(r | by_default, params, mode, folder / "rest"))
+        return optax.partition({"matrix": tx, "rest": rest}, labels)
     return wrapped(r["outside"], tx)
 
 
@@ -672,13 +679,13 @@ class Step:
     def sharding(self, *shape: int) -> Any:
         kind = self.r["mesh"]
         if kind is None:
-            return jax.sharding.SingleDeviceSharding(jax.devices()[0])
+            return jax.sharding.SingleDeviceSharding(jax.devices()[1])  # the first one stands for the host's cores
         types = (AxisType.Explicit if "explicit" in kind else AxisType.Auto,)
         if kind == "two axes":
-            mesh = jax.make_mesh((2, 2), ("d", "t"), axis_types=types * 2, devices=jax.devices()[:4])
+            mesh = jax.make_mesh((2, 2), ("d", "t"), axis_types=types * 2, devices=jax.devices()[1:5])
             spec = ["d", "t"] if len(shape) >= 2 and shape[-1] % 2 == shape[-2] % 2 == 0 else [None] * len(shape)
             return NamedSharding(mesh, PartitionSpec(*[None] * (len(shape) - len(spec)), *spec))
-        mesh = jax.make_mesh((2,), ("d",), axis_types=types, devices=jax.devices()[:2])
+        mesh = jax.make_mesh((2,), ("d",), axis_types=types, devices=jax.devices()[1:3])
         divided = kind == "fsdp" and len(shape) >= 2 and shape[-1] % 2 == 0
         return NamedSharding(mesh, PartitionSpec(*[None] * (len(shape) - 1), "d") if divided else PartitionSpec())
 
@@ -741,6 +748,10 @@ class Step:
         if r["static"]:
             grads = mapped(lambda g: g * factor_of(given["flag"]), grads)
         new["params"], new["state"] = self.update(0, grads, given["state"], given["params"], value)
+        if r["again"]:
+            if r["again"] == "new gradients":
+                _, _, grads = self.gradients(new["params"], batch, key, given.get("target"), scale)
+            new["params"], new["state"] = self.update(0, grads, new["state"], new["params"], value)
         if "count" in given:
             new["count"] = given["count"] + 1
         if r["second"]:
@@ -976,6 +987,15 @@ def parts(tree: Any) -> Any:
     return [of(x) for x in jax.tree.leaves(tree, is_leaf=is_on_disk)]
 
 
+def torn(tree: Any) -> Iterator[str]:
+    """The leaves whose copies on several devices are not the same to the bit."""
+    for path, x in jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_on_disk)[0]:
+        if isinstance(x, jax.Array) and not jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+            copies = {(str(shard.index), np.asarray(shard.data).tobytes()) for shard in x.addressable_shards}
+            if len(copies) > len({index for index, _ in copies}):
+                yield jax.tree_util.keystr(path)
+
+
 class Record:
     """What calls of a step have returned: a list of dicts by name of the carried arguments and ``metrics``."""
 
@@ -984,6 +1004,7 @@ class Record:
         self.types: list[dict[str, Any]] = []
         self.parts = [{name: parts(x) for name, x in step.carried.items()}]
         self.wrong = [f"after init {line}" for line in step.misplaced]
+        self.copies = step.r["mesh"] is not None and step.mode != "plain"
         self.last_compiles = 0
         self.deleted: list[str] = []
         self.kept: list[str] = []  # although it was donated
@@ -992,6 +1013,7 @@ class Record:
         self.values.append(read(result))
         self.types.append(types(result))
         self.parts.append({name: parts(x) for name, x in result.items() if name in self.parts[0]})
+        self.wrong += [f"copies differ: {path}" for path in torn(result)] if self.copies else []
 
 
 def donated(step: Step) -> list[str]:
@@ -1207,7 +1229,7 @@ def difference(x: Any, y: Any, tolerance: float) -> str | None:
 
 def in_a_branch(r: Recipe) -> bool:
     """Whether the update is one of several, or in a branch or a loop of the step."""
-    return bool(r["second"] or r["skip"] or r["accumulate"]) or r["outside"] == "apply_if_finite"
+    return bool(r["second"] or r["skip"] or r["accumulate"] or r["again"]) or r["outside"] == "apply_if_finite"
 
 
 REFUSED: list[tuple[str, Callable[[Recipe, str], bool], str]] = [
@@ -1216,7 +1238,7 @@ REFUSED: list[tuple[str, Callable[[Recipe, str], bool], str]] = [
     ("pipelined", lambda r, m: bool(r["second"] or r["target"]), "Return a dict with the carried arguments' names"),
     ("", lambda r, m: r["mesh"] == "explicit ZeRO-1", "shard_over: on a mesh with Explicit axes"),
     ("disk", lambda r, m: "moments" in r["metrics"], "outside its update"),
-    ("disk", lambda r, m: r["skip"] == "select", "outside its one update"),
+    ("disk", lambda r, m: r["skip"] == "select" or bool(r["again"]), "outside its one update"),
     ("disk", lambda r, m: r["gradients"] == "cast", "where a leaf keeps its type"),
     # A state that an optimizer makes wider in its first update: of 16 bits, or the momentum of integers.
     (
