@@ -1,19 +1,17 @@
 """Each benchmark's command runs on a toy, and says what it found. Speed and memory are for hardware to tell."""
 
-import importlib.util
 import json
 import os
 import sys
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 import pytest
 
 from benchmarks import run, workers
 from benchmarks.disk import __main__ as disk
-from benchmarks.parts import compiled, donation, steps, values, where
+from benchmarks.parts import donation, values, where
 from benchmarks.report import by_part, markdown
 
 
@@ -49,28 +47,6 @@ def test_the_exit_code_says_what_was_wrong(result, code, tmp_path, monkeypatch, 
     assert run.main(["--toy", "--parts", "donation", "--out", str(out)]) == code
     assert json.loads(out.read_text())["left"]["donation"] == donation.cases(True)[1:]
     assert run.main(["--out", str(out)]) == run.NO_GPU  # a CPU is not taken for an accelerator
-
-
-@pytest.mark.long("trains each system")
-def test_systems_train_as_the_resident_one():
-    name = "toy, one scan, 64 tokens, clipped; {}".format
-    resident = steps.run(name("optax"), True)
-    assert resident["predicted"]["host_state_bytes"] == 0
-    for system in ("usual recipe", "jax_offload, fraction 0.5", "jax_offload, jo.jit", "jax_offload, int8 state"):
-        result = steps.run(name(system), True)
-        np.testing.assert_allclose(result["losses"], resident["losses"], rtol=1e-3 if "int8" in system else 1e-6)
-        assert result["predicted"]["host_state_bytes"] > 0
-
-
-@pytest.mark.long("compiles for an H200")
-@pytest.mark.skipif(importlib.util.find_spec("jax_cuda13_plugin") is None, reason="needs jax-cuda13-plugin")
-def test_compiled_steps_say_what_moves():
-    ours, plain = (
-        compiled.run(f"toy, one scan, 64 tokens, clipped; {system}", True)["predicted"]
-        for system in ("jax_offload", "optax")
-    )
-    assert ours["host_bytes"] >= ours["host_state_bytes"] > 0 == plain["host_bytes"]
-    assert ours["loaded_bytes"] == ours["stored_bytes"] == ours["host_state_bytes"]
 
 
 def test_the_table_says_what_was_compiled_what_was_slower_and_what_failed():

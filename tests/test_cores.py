@@ -57,8 +57,6 @@ def offload(inner=CLIPPED, update_on="host", **options):
     return jo.offload(inner, **{"min_bytes": 2048, "update_on": update_on, **options})
 
 
-
-
 @pytest.fixture(params=["a group each", "one group"])
 def groups(request):
     if request.param == "a group each":
@@ -218,18 +216,22 @@ def test_what_looks_at_a_step_says_which_of_its_programs():
         assert jo.profile(step, params, state, X, steps=1).simulated is None
 
 
-def test_somebody_elses_program():
-    tx, params = offload(), model()
+@pytest.mark.parametrize("option", ["update_on", "disk"])
+def test_somebody_elses_program(option, disk):
+    tx, params = offload(update_on="device", disk=disk) if option == "disk" else offload(), model()
     state, step = tx.init(params), step_of(tx)
-    for other in (
+    programs = [
         lambda: jax.jit(step)(params, state, X),
         lambda: jax.jit(jo.jit(step))(params, state, X),
         lambda: jo.jit(step).lower(params, state, X),
         lambda: tx.update(params, state, params),
-        lambda: jax.jit(jax.vmap(lambda g: tx.update(g, state, params)[0]))(jax.tree.map(lambda p: p[None], params)),
-    ):
-        with pytest.raises(ValueError, match=r"update_on: .* Fix: jo\.jit\(step\)"):
-            other()
+    ]
+    if option == "update_on":
+        many = jax.tree.map(lambda p: p[None], params)
+        programs.append(lambda: jax.jit(jax.vmap(lambda g: tx.update(g, state, params)[0]))(many))
+    for program in programs:
+        with pytest.raises(ValueError, match=rf"{option}: .* Fix: jo\.jit\(step\)"):
+            program()
 
 
 def test_in_a_scan_of_the_step():

@@ -129,10 +129,6 @@ def files(folder):
     return sorted(p for p in folder.rglob("*") if p.is_file())
 
 
-def largest(folder):
-    return max(files(folder), key=lambda p: p.stat().st_size)
-
-
 def outcome(run, target):
     """ "same", or "damaged" with an earlier one offered; anything else is an error of the test."""
     folder, trees, _ = run

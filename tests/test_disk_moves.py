@@ -270,7 +270,7 @@ def test_host_bytes_are_those_of_what_is_under_way(tmp_path, monkeypatch):
 
 @pytest.mark.long("400 MiB through orbax in a process of its own")
 def test_orbax_has_some_leaves_in_memory_and_not_the_state(tmp_path):
-    process = child("orbax", tmp_path, 0, 1024, 50, 1)
+    process = child("orbax", tmp_path, 0, 1024, 50)
     said, _ = process.communicate()
     assert process.returncode == 0
     before, saved, restored = map(int, said.split("MiB")[-1].split())

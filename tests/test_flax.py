@@ -7,11 +7,10 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from flax.training.train_state import TrainState
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import jax_offload as jo
-from tests.support.trees import assert_same, copied, shardings_in
+from tests.support.trees import shardings_in
 
 pytestmark = pytest.mark.oldest("boxes and nnx, for which jax's shardings changed")
 
@@ -61,46 +60,6 @@ def linen_params(mesh, boxed):
     model = Linen(boxed)
     params = jax.jit(lambda: model.init(jax.random.key(0), X)["params"], out_shardings=shardings)()
     return model, params
-
-
-@pytest.mark.parametrize("boxed", [False, True])
-def test_train_state(mesh, boxed):
-    model, params = linen_params(mesh, boxed)
-    replicated = NamedSharding(mesh, P())
-
-    def loss(params):
-        return jnp.mean((model.apply({"params": params}, X) - X) ** 2)
-
-    def step(state):
-        value, grads = jax.value_and_grad(loss)(state.params)
-        return state.apply_gradients(grads=grads), value
-
-    def train(tx):
-        state = TrainState.create(apply_fn=model.apply, params=copied(params), tx=tx)
-        yield state, []
-        # Plain optax leaves its moments on one device.
-        opt_state = jax.device_put(state.opt_state, shardings_in(jo.abstract_state(tx, params)))
-        state, losses = state.replace(step=jax.device_put(0, replicated), opt_state=opt_state), []
-        shardings = jax.tree.map(lambda x: x.sharding, state)
-        jitted = jax.jit(step, donate_argnums=0, out_shardings=(shardings, replicated))
-        while True:
-            state, value = jitted(state)
-            losses.append(float(value))
-            assert jitted._cache_size() == 1
-            yield state, losses
-
-    ours, plain = train(offloaded()), train(INNER)
-    assert_like_params(next(ours)[0].opt_state, params)
-    next(plain)
-    (state, _), (expected, _) = next(ours), next(plain)
-    assert_same(state.opt_state, expected.opt_state, "state after a step")
-    assert_same(state.params, expected.params, "parameters after a step")
-    for _ in range(4):
-        (state, losses), (_, expected_losses) = next(ours), next(plain)
-    np.testing.assert_allclose(losses, expected_losses, rtol=1e-5)
-    assert losses[-1] < losses[0]
-    assert int(state.step) == 5
-    assert_like_params(state.opt_state, params)
 
 
 def test_linen_boxes_survive(mesh):
@@ -202,16 +161,6 @@ def test_nnx_annotations_survive(mesh):
         for moment in (state["mu"], state["nu"]):
             for x, p in ((moment["up"]["kernel"], params["up"]["kernel"]), (moment["down"], params["down"])):
                 assert x.sharding.is_equivalent_to(p.get_value().sharding.with_memory_kind("pinned_host"), 2)
-
-
-def test_what_nnx_keeps_beside_the_state_stays_on_the_device():
-    """Its step is its own; optax's count has rank 0."""
-    with jax.set_mesh(jax.make_mesh((1, 1), ("data", "model"), axis_types=(AxisType.Auto,) * 2)):
-        _, optimizer, _, _ = nnx_train(offloaded(), nnx.jit, steps=2)
-    assert type(optimizer.step) is nnx.OptState
-    assert int(optimizer.step[...]) == int(optimizer.opt_state[1][0].count[...]) == 2
-    for counter in (optimizer.step, optimizer.opt_state[1][0].count):
-        assert counter.get_value().sharding.memory_kind == "device"
 
 
 def test_a_state_that_flax_moved_is_on_the_host_after_a_step(mesh):

@@ -21,16 +21,6 @@ def layers(n=12):
     return jax.device_put({"embed": jnp.ones((128, 64)), **params, "head": jnp.ones((64, 128))}, jax.devices()[0])
 
 
-def test_default_takes_every_large_leaf_and_no_other():
-    tx = jo.offload(optax.adamw(1e-3), min_bytes=1024)
-    state = tx.init(layers())
-    mu = kinds_of(state[0].mu)
-    assert state[0].count.sharding.memory_kind == DEVICE
-    assert mu["embed"] == mu["layers_3"]["w"] == HOST
-    assert mu["layers_3"]["b"] == DEVICE  # 256 bytes
-    assert kinds_of(state[0].nu) == mu
-
-
 @pytest.mark.parametrize("jitted", [False, True])
 def test_update_brings_every_leaf_home(jitted):
     """From a resident state, and from one that is wholly on the host: all is where the table says."""

@@ -66,28 +66,6 @@ def test_a_jitted_update_under_vmap_and_derivatives(axes):
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-9), got, want)
 
 
-def in_scan(params, state, x):
-    return jax.lax.scan(lambda c, x: (step(*c, x)[:2], None), (params, state), jnp.stack([x, x]))[0]
-
-
-def in_cond(params, state, x):
-    return jax.lax.cond(x[0, 0] > 0, lambda c: step(*c, x)[:2], lambda c: c, (params, state))
-
-
-def skipping(params, state, x):
-    grads = jax.grad(loss)(params, x)
-    return jo.update_params(TX, grads, state, params, skip=jnp.isnan(x).any())
-
-
-@pytest.mark.parametrize("around", [jax.jit(step), in_scan, in_cond, skipping, jax.checkpoint(step)])
-def test_placement_looks_into_what_stands_around(around):
-    params = model()
-    table = jo.placement(around, params, TX.init(params), X)
-    assert len(table.windows) == 1
-    often = ", in each of 2 iterations" if around is in_scan else ""
-    assert [leaf.streams for leaf in table.leaves if leaf.host] == [f"whole, 2 leaves together{often}"] * 6
-
-
 def test_a_learning_rate_from_outside_is_no_constant_of_the_equation():
     params = model()
     state = TX.init(params)

@@ -37,17 +37,6 @@ def test_chunks_of_a_state_that_was_placed_otherwise(before):
         assert_close(got, want, 1e-6)
 
 
-@pytest.mark.daily("each adds up other chunks")
-@pytest.mark.parametrize("inner", [optax.lamb(1e-2), optax.chain(optax.adam(1e-2), optax.clip_by_global_norm(0.01))])
-def test_a_norm_counts_all_chunks(inner):
-    """The norm of a parameter's updates (lamb), and the norm of all updates, after the moments have changed."""
-    params = parameters()
-    tx = jo.offload(inner, min_bytes=0, window=500)
-    assert "chunks of axis 0" in str(jo.placement(tx, params))
-    got = jax.jit(tx.update)(gradients(params), tx.init(params), params)
-    assert_close(got, jax.jit(inner.update)(gradients(params), inner.init(params), params), 1e-5)
-
-
 @pytest.mark.parametrize("shards", [1, 2])
 def test_a_tail_is_written_in_whole_tiles_and_less_than_one(shards):
     """A TPU writes no other number of rows into host memory: 12 of 108 are left on each device."""

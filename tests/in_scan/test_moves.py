@@ -23,6 +23,7 @@ STAYS = {  # why the update of a stack stays behind the scan; of all others it m
     ("gradients", "clipped"): ALL,
     ("skip", "select"): ALONE,
     ("second", "alternating"): "another update runs in a cond of the step",
+    ("again", "same gradients"): "moves to the host in this step",
     ("inside", "clip"): ALL,
     ("inside", "apply_if_finite"): ALL,
     ("inside", "MultiSteps that skips"): ALL,

@@ -57,36 +57,6 @@ def check(step_with: Any, carried: dict[str, Any], results: tuple[str, ...], *na
     assert_close(rest, others, 1e-3)
 
 
-def test_the_parameters_of_the_step_before():
-    """A result that is an argument as it was belongs to the argument that is left, not to itself."""
-
-    def step_with(tx):
-        def step(before, params, state, batch):
-            value, grads = jax.value_and_grad(loss_of)(params, batch)
-            value += optax.tree.norm(jax.tree.map(jnp.subtract, params, before))
-            new, state = new_params(tx, "update", grads, state, params)
-            return params, new, state, value
-
-        return step
-
-    carried = {"before": ZEROS, "params": parameters()}
-    check(step_with, carried, ("before", "params", "state", "loss"), "params", "before", "state")
-
-
-def test_more_results_than_arguments():
-    """Of results that look like the parameters, the new parameters are those that the update makes."""
-
-    def step_with(tx):
-        def step(params, state, batch):
-            value, grads = jax.value_and_grad(loss_of)(params, batch)
-            updates, state = tx.update(grads, state, params)
-            return updates, grads, optax.apply_updates(params, updates), state, value
-
-        return step
-
-    check(step_with, {"params": parameters()}, ("updates", "grads", "params", "state", "loss"), "state", "params")
-
-
 class Named(NamedTuple):
     slow: Any
     loss: Any

@@ -22,7 +22,6 @@ peft_trainer = pytest.importorskip("tunix.sft.peft_trainer", exc_type=ImportErro
 env_utils = pytest.importorskip("tunix.utils.env_utils", exc_type=ImportError)
 
 VOCABULARY, WIDTH = 32, 16
-MOVED = r"were in host memory and arrive at update in device memory.*PeftTrainer"
 
 
 @pytest.fixture(autouse=True)
