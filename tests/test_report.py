@@ -62,21 +62,6 @@ def test_an_update_that_needs_arguments_says_so():
     assert all(leaf.streams for leaf in jo.placement(tx, PARAMS, value=1.0).leaves if leaf.host)
 
 
-def test_a_sum_in_16_bits_is_not_put_together_from_chunks():
-    """It would be rounded at every chunk."""
-
-    def inner(dtype):
-        def update(updates, state, params=None):
-            new = jax.tree.map(lambda u, m: u + m, updates, state)
-            return jax.tree.map(lambda m: m / jax.lax.reduce_sum(m, axes=(0, 1)), new), new
-
-        return optax.GradientTransformation(lambda p: jax.tree.map(lambda x: jnp.zeros(x.shape, dtype), p), update)
-
-    table = {t: streams(inner(t), {"w": S((4096, 64), t)})["['w']"] for t in (jnp.float32, jnp.bfloat16)}
-    assert table[jnp.float32] == "32 chunks of axis 0 (2 times)"
-    assert table[jnp.bfloat16].startswith("whole: ")
-
-
 NAMES = ["first", "zebra", "apple", "last"]  # in the order of the forward pass
 
 

@@ -8,11 +8,8 @@ from flax.training.train_state import TrainState
 from jax.sharding import NamedSharding, PartitionSpec
 
 import jax_offload as jo
-from jax_offload._look import compiled
-from tests.aot.compiled import transformer
 from tests.aot.harness import H200, device_sharding, require
 from tests.aot.model import ADAMW, CLIPPED, loss, parameters, step_of
-from tests.aot.zoo import vit
 
 NAMES = ["resident", "offload", "cores"]
 
@@ -67,72 +64,6 @@ def test_each_row_is_what_inspect_finds(inner):
         assert found["pipelined"].peak == turned.peak
     for row in found.options:
         assert row.peak == row.parameters + row.gradients + row.state + row.window + row.activations
-
-
-def maker_of(shapes, batch_of, loss, tokens, dtype=jnp.float32):
-    def placed(shape, dtype=dtype):
-        return jax.ShapeDtypeStruct(shape, dtype, sharding=device_sharding(H200))
-
-    def make(tx):
-        params = jax.tree.map(placed, shapes, is_leaf=lambda x: isinstance(x, tuple))
-        return step_of(tx, loss, update_params=True), params, jo.abstract_state(tx, params), placed(*batch_of(tokens))
-
-    return make
-
-
-VIT = vit(2, 256)
-STEPS = {
-    "stacked": maker(),
-    "unrolled": maker(stacked=False),
-    "many tokens": maker(4, 512, 8192),
-    "mixture of experts": maker_of(*transformer(2, 512, 4, 1024, 512, experts=4)(), 2048),
-    "ViT": maker_of(VIT.params, VIT.batch, VIT.loss, 1024, jnp.bfloat16),
-    "clipped": maker(),
-}
-
-
-@pytest.fixture
-def compiled_once(monkeypatch):
-    """XLA compiles each program once, however often a plan asks."""
-    programs, compile_for = {}, compiled.compile_for
-
-    def once(target, module, n, options):
-        key = target.name, str(module), n, str(options)
-        if key not in programs:
-            programs[key] = compile_for(target, module, n, options)
-        return programs[key]
-
-    monkeypatch.setattr(compiled, "compile_for", once)
-
-
-@pytest.mark.long("compiles six steps, each in several forms, for an H200")
-@pytest.mark.usefixtures("compiled_once")
-@pytest.mark.parametrize("name", STEPS)
-def test_fits_agrees_with_the_compiler(name, monkeypatch):
-    """On both sides of the limit, what jax has less 5 %: a row fits if, and only if, its compiled peak does."""
-    require(H200)
-    monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.75")
-    make, inner = STEPS[name], CLIPPED if name == "clipped" else ADAMW
-    known = jo.plan(make, inner, target=H200, device_memory="100GiB")
-    peaks = {row.name: compiled_peak(make, inner, row) for row in known.options if row.name != "cores"}
-    assert peaks == {name: known[name].peak for name in peaks} and len(peaks) >= 2
-    for peak in peaks.values():
-        for share in (0.9, 0.999, 1.001, 1.06):  # of the limit, that this row takes
-            has = int(peak / share / 0.95)
-            tried = jo.plan(make, inner, target=H200, device_memory=int(has / 0.75))
-            assert tried.usable == pytest.approx(0.95 * has, rel=1e-6)
-            for row in tried.options:
-                if row.name in peaks:
-                    assert row.fits == (peaks[row.name] <= tried.usable)
-            assert tried.recommended is None or tried.recommended.peak <= tried.usable
-
-
-def compiled_peak(make, inner, row):
-    """By XLA's own figures, of the step that a row's code says."""
-    tx, run = (part.partition(" = ")[2] for part in row.code.split("; "))
-    names = {"inner": inner, "jo": jo, "jax": jax}
-    step, *args = make(eval(tx, names))
-    return jo.inspect(eval(run, names | {"step": step}), *args, target=H200).peak
 
 
 @pytest.mark.long("compiles a step with several fractions for an H200")
