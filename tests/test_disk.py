@@ -131,10 +131,6 @@ def test_commit_wants_the_whole_state_and_its_own(disk, tmp_path):
     theirs = offload(CLIPPED, other).init(params)
     with pytest.raises(ValueError, match=r"tree: OnDisk.* is in disk"):
         disk.commit(0, theirs)
-    with pytest.raises(ValueError, match="step: expected an int >= 0"):
-        disk.commit({"params": params}, 0)
-    with pytest.raises(TypeError, match=r"tree: .* a commit holds arrays"):
-        disk.commit(0, (state, object()))
     step = jo.jit(step_of(tx))
     step(params, state, X)
     with pytest.raises(ValueError, match="an earlier step"):

@@ -36,6 +36,7 @@ WORDS = {
 }  # fmt: skip
 TRAIN_STATE = "A TrainState"  # a section of docs/state.md that continues docs/frameworks.md
 # Sections whose code needs a package that the test environment may lack.
+LONG_LOOP = pytest.mark.long("trains the same loop")
 PACKAGES = {"Equinox": "equinox", "Haiku": "haiku", "Tunix": "tunix"}
 
 
@@ -147,7 +148,13 @@ def run_twice(code: str, found: dict[str, Any]) -> None:
         found["manager"].close()
 
 
-@pytest.mark.parametrize("section", ["optax", "Flax nnx", "annotated nnx", "Flax linen", "Equinox", "Haiku"])
+@pytest.mark.parametrize(
+    "section",
+    [
+        *("optax", "Flax nnx"),
+        *(pytest.param(name, marks=LONG_LOOP) for name in ("annotated nnx", "Flax linen", "Equinox", "Haiku")),
+    ],
+)
 def test_your_training_loop(section, tmp_path):
     """On a mesh of 8 devices, with the model of each framework."""
     if section in PACKAGES:

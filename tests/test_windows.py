@@ -61,6 +61,11 @@ def ways(shapes, inner=MOMENTUM, **options):
     return [leaf.streams for leaf in placed(shapes, inner, **options).leaves if leaf.host]
 
 
+def test_what_is_no_larger_than_the_window_is_loaded_whole():
+    whole, chunked = ways([(64, 8, 8), (65, 8, 8)], window=64 * 256)
+    assert whole.startswith("whole") and "3 chunks of axis 0" in chunked
+
+
 def normed():
     """Momentum scaled by the norm of all of it: the norm needs every leaf before any is updated."""
     trace = optax.trace(0.9)

@@ -312,6 +312,7 @@ def test_a_mutable_array_among_the_arguments():
 # ---- which leaves move
 
 
+@pytest.mark.long("large layers")
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_layers_that_the_step_stacks(dtype):
     """Of bfloat16 the stack alone is, else it has another reader too. Smaller layers are updated in one loop."""
@@ -450,6 +451,7 @@ def test_a_method_a_closure_and_static_arguments():
         assert_placed(each[1], state)
 
 
+@pytest.mark.long("compiles six programs")
 def test_under_vmap_and_differentiated():
     """Of several models at once, their state in host memory; and of the loss after a step, by a factor of the batch."""
     tx, inner = offloaded(optax.sgd(1e-1, 0.9)), optax.sgd(1e-1, 0.9)

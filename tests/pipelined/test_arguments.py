@@ -3,7 +3,7 @@
 Orders of arguments and results: tests/test_random_steps.py.
 """
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,11 +15,8 @@ import jax_offload as jo
 from tests.support.steps import (
     CLIPPED,
     WIDTH,
-    advance,
-    assert_placed,
     batch,
     committed,
-    finished,
     loss_of,
     new_params,
     offloaded,
@@ -30,68 +27,32 @@ from tests.support.trees import assert_close, copied
 
 pytestmark = pytest.mark.daily("each is an error of its own")
 
-BATCHES = [batch(k) for k in range(3)]
 ZEROS = jax.tree.map(jnp.zeros_like, parameters())
-
-
-def check(step_with: Any, carried: dict[str, Any], results: tuple[str, ...], *names: str) -> None:
-    """``step_with(tx)``, pipelined, gives each argument its own next value, and each other result.
-
-    ``carried``: what it begins with, without the state, which is its last argument before the batch; ``results``: the
-    names of what it returns; ``names``: in the order of ``finish``.
-    """
-    plain, tx = jax.jit(step_with(CLIPPED)), offloaded(CLIPPED)
-    want, others = carried | {"state": CLIPPED.init(carried["params"])}, []
-    for each in BATCHES:
-        found = plain(*want.values(), each)
-        found = found if isinstance(found, dict) else dict(zip(results, found, strict=True))
-        want = {name: found.pop(name) for name in want}
-        others.append(tuple(found.values()))
-    init = carried | {"state": tx.init(carried["params"])}
-    train = jo.pipelined(step_with(tx), donate_argnames=names)
-    carry, returned = advance(train, copied(tuple(init.values())), BATCHES)
-    got, rest = finished(train, carry, returned)
-    for name, x in zip(init, got, strict=True):
-        assert_placed(x, init[name])
-        assert_close(x, want[name], 1e-3)
-    assert_close(rest, others, 1e-3)
-
-
-class Named(NamedTuple):
-    slow: Any
-    loss: Any
-    params: Any
-    state: Any
-    fast: Any
 
 
 def test_what_cannot_be_told_apart_is_named():
     """Two averages are alike, and no update makes them: only names tell which is which."""
 
     def step_of_averages(results):
-        def step_with(tx):
-            def step(params, fast, slow, state, batch):
-                value, grads = jax.value_and_grad(loss_of)(params, batch)
-                params, state = new_params(tx, "update", grads, state, params)
-                mix = lambda k, old: jax.tree.map(lambda a, p: k * a + (1 - k) * p, old, params)  # noqa: E731
-                return results(slow=mix(0.9, slow), loss=value, params=params, state=state, fast=mix(0.5, fast))
+        def step(params, fast, slow, state, batch):
+            value, grads = jax.value_and_grad(loss_of)(params, batch)
+            params, state = new_params(tx, "update", grads, state, params)
+            mix = lambda k, old: jax.tree.map(lambda a, p: k * a + (1 - k) * p, old, params)  # noqa: E731
+            return results(slow=mix(0.9, slow), loss=value, params=params, state=state, fast=mix(0.5, fast))
 
-            return step
+        return step
 
-        return step_with
-
-    start = {"params": parameters(), "fast": ZEROS, "slow": jax.tree.map(jnp.ones_like, ZEROS)}
     tx = offloaded(CLIPPED)
-    check(step_of_averages(Named), start, Named._fields, "slow", "params", "state", "fast")
-    args, names = (*start.values(), tx.init(parameters()), BATCHES[0]), ("params", "fast", "slow", "state")
-    _, aux = jo.pipelined(step_of_averages(dict)(tx), donate_argnames=names)(copied(args[:-1]), args[-1])
+    args = (parameters(), ZEROS, jax.tree.map(jnp.ones_like, ZEROS), tx.init(parameters()), batch(0))
+    names = ("params", "fast", "slow", "state")
+    _, aux = jo.pipelined(step_of_averages(dict), donate_argnames=names)(copied(args[:-1]), args[-1])
     assert float(aux.now["loss"]) > 0
-    train = jo.pipelined(step_of_averages(lambda **found: tuple(found.values()))(tx), donate_argnames=names)
+    train = jo.pipelined(step_of_averages(lambda **found: tuple(found.values())), donate_argnames=names)
     with pytest.raises(
         ValueError, match=r"'fast' and 'slow', and the update does not tell.* Return a dict with the carried"
     ):
         train(args[:-1], args[-1])
-    train = jo.pipelined(step_of_averages(lambda **found: found | {"slow": found["loss"]})(tx), donate_argnames=names)
+    train = jo.pipelined(step_of_averages(lambda **found: found | {"slow": found["loss"]}), donate_argnames=names)
     with pytest.raises(ValueError, match="its result 'slow' differs from the carried argument in tree"):
         train(args[:-1], args[-1])
 
