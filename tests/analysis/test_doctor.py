@@ -124,22 +124,19 @@ def test_the_doctor_goes_no_further_where_nothing_can_work(monkeypatch):
     assert found["checks"][-1]["says"] == "jax finds none: Unknown backend: 'tpu'" and not ran
 
 
-@pytest.mark.long("starts processes")
+BROKEN = optax.chain(optax.adamw(1e-3), optax.scale(float("nan")))
+FAULTS = {
+    "the state ended in": lambda inner: inner,
+    "differ from the resident ones": lambda inner: jo.offload(optax.adamw(2e-3)),
+    "differ from the resident ones by nan": lambda inner: jo.offload(BROKEN),
+    "ZeroDivisionError": lambda inner: 1 / 0,
+}
+
+
 @pytest.mark.usefixtures("quick_to_measure")
-def test_the_doctor_tells_what_does_not_work(monkeypatch):
-    """A state that stays on the device; numbers that differ; an error."""
-    monkeypatch.setattr(doctor, "offload", lambda inner: inner)
-    assert "the state ended in" in doctor.examine()[-1].says
-    monkeypatch.setattr(doctor, "offload", lambda inner: jo.offload(optax.adamw(2e-3)))
-    assert "differ from the resident ones" in doctor.examine()[-1].says
-    monkeypatch.setattr(doctor, "offload", lambda inner: 1 / 0)
-    assert "ZeroDivisionError" in doctor.examine()[-1].says
-    assert run("doctor").exit_code == 7
-
-
-def test_numbers_that_are_nan_do_not_pass_the_doctor(monkeypatch):
-    broken = optax.chain(optax.adamw(1e-3), optax.scale(float("nan")))
-    monkeypatch.setattr(doctor, "offload", lambda inner: jo.offload(broken))
-    monkeypatch.setattr(doctor, "STEPS", 1)
-    check = doctor._self_test(jax.devices()[0])
-    assert check.kind == "bad" and "differ from the resident ones by nan" in check.says
+@pytest.mark.parametrize("says", FAULTS)
+def test_the_doctor_tells_what_does_not_work(says, monkeypatch):
+    monkeypatch.setattr(doctor, "offload", FAULTS[says])
+    done = run("doctor", "--json")
+    check = json.loads(done.stdout)["checks"][-1]
+    assert (done.exit_code, check["kind"]) == (7, "bad") and says in check["says"]

@@ -41,11 +41,6 @@ CASES = [  # the step, how it is divided, its axes, and options of jo.offload
     ("pipelined, host", TWO_AXES, AxisType.Explicit, {}),
     ("pipelined", WHOLE, AxisType.Auto, ZERO | {"fraction": 0.25}),
     ("jo.jit", COLUMNS, AxisType.Auto, {}),
-    ("jo.jit", FSDP, AxisType.Explicit, {}),
-    ("jo.jit", WHOLE, AxisType.Explicit, ZERO),
-    ("pipelined", TWO_AXES, AxisType.Auto, {}),
-    ("pipelined, host", TWO_AXES, AxisType.Auto, {}),
-    ("pipelined", WHOLE, AxisType.Explicit, ZERO),
 ]
 
 
