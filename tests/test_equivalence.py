@@ -13,6 +13,7 @@ WRAPPERS = [("inside", name) for name in dict.fromkeys(FIELDS["inside"]) if name
     ("outside", name) for name in dict.fromkeys(FIELDS["outside"]) if name
 ]
 WRAPPERS += [(where, clip) for clip in ("adaptive clip", "clip by block") for where in ("inside", "outside")]
+WRAPPERS += [("outside", "by group")]
 OTHERS = [  # of a step around its update
     *(("skip", kind) for kind in dict.fromkeys(FIELDS["skip"]) if kind),
     *(("second", kind) for kind in dict.fromkeys(FIELDS["second"]) if kind),

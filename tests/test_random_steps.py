@@ -16,7 +16,7 @@ def check(r, mode, want):
     assert not found, (mode, odd(r), found[:4])
 
 
-@pytest.mark.parametrize("seed", [pytest.param(seed, marks=[DAILY] if 4 <= seed < 7 else []) for seed in range(SEEDS)])
+@pytest.mark.parametrize("seed", [pytest.param(seed, marks=[DAILY] if seed == 5 else []) for seed in range(SEEDS)])
 def test_random_steps(seed):
     """Steps of one program, each with options and in a mode of its own."""
     want = reference(recipe(seed))

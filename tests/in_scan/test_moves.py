@@ -39,6 +39,7 @@ STAYS = {  # why the update of a stack stays behind the scan; of all others it m
     ("optimizer", "dadapt"): "",
     ("optimizer", "dog"): "",
 }
+ALSO = {"outside": ("by group",)}
 # which have leaves of one layer or element, or no state
 WITHOUT_ROWS = {("optimizer", name) for name in ("sgd", "sm3")} | {
     ("fraction", 0.0),
@@ -65,7 +66,7 @@ def shown(**choices):
 @pytest.mark.parametrize("field", CHOICES)
 def test_what_moves(field):
     wrong = []
-    for value in dict.fromkeys(FIELDS[field]):
+    for value in dict.fromkeys((*FIELDS[field], *ALSO.get(field, ()))):
         table, why = shown(**{field: value}), STAYS.get((field, value))
         stack = {path: inside for path, inside in moved(table).items() if "['w1']" in path or "['b1']" in path}
         if why is not None:

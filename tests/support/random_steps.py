@@ -114,7 +114,7 @@ FIELDS: dict[str, tuple[Any, ...]] = {
                   "adadelta", "adamax", "dadapt", "lars", "rprop", "simplified_ademamix"),
     "inside": (None,) * 5 + ("clip", "clip", "MultiSteps", "apply_if_finite", "masked", "partition", "inject", "ema",
                "zero_nans", "named_chain", "flatten", "conditionally", "plateau", "MultiSteps that skips", "mechanize"),
-    "outside": (None,) * 7 + ("clip", "clip", "apply_if_finite", "masked", "partition", "inject", "ema", "by group"),
+    "outside": (None,) * 7 + ("clip", "clip", "apply_if_finite", "masked", "partition", "inject", "ema"),
     # the options of jo.offload
     "fraction": (1.0,) * 5 + (0.5, 0.25, 0.0),
     "select": (None,) * 6 + ("w", "callable", "tree"),
