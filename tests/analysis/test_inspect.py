@@ -127,6 +127,21 @@ def test_the_parts_of_a_window(window, chunks):
     assert report.timeline.window == window / 2  # what comes; what goes takes its buffers
 
 
+@pytest.mark.long("compiles six steps for an H200")
+def test_the_options_of_the_steps_own_jit():
+    """It is compiled as the user's ``jit`` would compile it, by which more copies are in flight, or fewer."""
+    require(H200)
+    args, fun = arguments(OURS, n=8, width=2048, tokens=8192), step_of(OURS, loss, update_params=True)
+
+    def waits(jit, **options):
+        return jo.inspect(jit(fun, donate_argnums=(0, 1), **options), *args, target=H200).timeline.exposed
+
+    more = jo.compiler_options("cuda")
+    assert waits(jax.jit, compiler_options=more) < 0.9 * waits(jax.jit)
+    assert waits(jo.jit, compiler_options={}) == pytest.approx(waits(jax.jit))
+    assert waits(jo.jit) == pytest.approx(waits(jo.jit, compiler_options=more))
+
+
 # On purpose: by a step, its optimizer, where the state is; and what is said of it.
 BROKEN = {
     "usual recipe": (usual_recipe, None, r"state are on the device at once, of 8.00 \(state\[0\].mu.* usual recipe"),
