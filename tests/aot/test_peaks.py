@@ -55,6 +55,16 @@ def test_defaults_are_never_above_resident(name):
     assert ours.stored == pytest.approx(ours.host, rel=0.01) and ours.errors == ()
 
 
+@pytest.mark.long("compiles more of the same for a chip")
+def test_the_window_bounds_what_is_on_the_device():
+    """Twice the window is at most the window more: no gradient waits for its state."""
+    require(H200)
+    layer = 2 * 4096**2 * 4
+    one, two, four, eight = (inspected(jo.offload(ADAMW, window=k * layer), 24, 4096).peak for k in (1, 2, 4, 8))
+    assert one <= two < four < eight
+    assert four - two <= 2 * layer + 16 * MIB and eight - four <= 4 * layer + 16 * MIB
+
+
 @pytest.mark.oldest("memory of init")
 @pytest.mark.parametrize("inner", [ADAMW, optax.contrib.schedule_free_adamw(1e-3)])
 def test_init_holds_two_leaves(inner):
