@@ -57,7 +57,6 @@ def test_a_difference_is_noticed(mode):
         ({"stack": "indexed", "skip": "skip", "second": "gan", "optimizer": "rprop"}, "jo.jit"),  # its rewriting failed
         ({"mesh": "explicit ZeRO-1", "optimizer": "sm3", "inside": "conditionally"}, "jax.jit"),  # refused by name
         ({"target": "average", "results": "namedtuple"}, "pipelined"),  # names tell what is alike
-        ({"target": "old", "results": "dict"}, "pipelined"),  # a result that is an argument as it was
         ({"tree": "tuple", "optimizer": "adagrad", "inside": "flatten", "select": "w", "scalar": True}, "jo.jit"),
     ],
 )

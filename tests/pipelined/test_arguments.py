@@ -30,6 +30,33 @@ pytestmark = pytest.mark.daily("each is an error of its own")
 ZEROS = jax.tree.map(jnp.zeros_like, parameters())
 
 
+@pytest.mark.parametrize(
+    "kind",
+    ["the old parameters", pytest.param("updates and gradients", marks=pytest.mark.long("compiles four programs"))],
+)
+def test_results_that_look_like_the_parameters(kind):
+    """Parameters as they were belong to the argument that is left. The new ones are those that the update makes."""
+
+    def step_with(tx):
+        def step(before, params, state, batch):
+            grads = jax.grad(loss_of)(params, batch)
+            updates, state = tx.update(grads, state, params)
+            new = optax.apply_updates(params, updates)
+            return (params, new, state) if kind == "the old parameters" else (updates, grads, new, state)
+
+        return step
+
+    plain, tx, batches = jax.jit(step_with(CLIPPED)), offloaded(CLIPPED), [batch(k) for k in range(2)]
+    names = ("before", "params", "state") if kind == "the old parameters" else ("params", "state")
+    want = {"before": ZEROS, "params": parameters(), "state": CLIPPED.init(parameters())}
+    start = {"before": ZEROS, "params": parameters(), "state": tx.init(parameters())}
+    train, carry = jo.pipelined(step_with(tx), donate_argnames=names), copied(tuple(start[name] for name in names))
+    for each in batches:
+        want |= zip(names, plain(*want.values(), each)[-len(names) :], strict=True)
+        carry, _ = train(carry, batch=each, **{name: x for name, x in start.items() if name not in names})
+    assert_close(train.finish(carry), tuple(want[name] for name in names), 1e-3)
+
+
 def test_what_cannot_be_told_apart_is_named():
     """Two averages are alike, and no update makes them: only names tell which is which."""
 
