@@ -80,6 +80,15 @@ def test_the_same_to_the_last_bit(groups):
     assert train() == train()
 
 
+@pytest.mark.parametrize("share", ["host", 0.3])
+@pytest.mark.parametrize("donated", [(0, 1), ()])
+def test_what_is_donated_is_deleted(donated, share):
+    tx, params = offload(ADAMW, share), model()
+    given = params, tx.init(params)
+    jax.block_until_ready(jo.jit(step_of(tx), donate_argnums=donated)(*given, X))
+    assert {x.is_deleted() for x in jax.tree.leaves(given) if x.ndim} == {bool(donated)}
+
+
 def test_an_array_that_is_donated_and_given_again_keeps_its_numbers():
     tx, params = offload(ADAMW), model()
     kept = jax.tree.map(np.array, params)
