@@ -737,6 +737,7 @@ class Step:
         if key is not None:
             new["key"], key = jax.random.split(key)
         scale = given["scale"]["scale"] if r["loss scale"] else None
+        self.slope = lambda params: self.gradients(params, batch, key, given.get("target"), scale)[2]
         value, aux, grads = self.gradients(given["params"], batch, key, given.get("target"), scale)
         if scale is not None:
             finite = jnp.isfinite(optax.tree.norm(grads)) & jnp.isfinite(value)
@@ -748,10 +749,6 @@ class Step:
         if r["static"]:
             grads = mapped(lambda g: g * factor_of(given["flag"]), grads)
         new["params"], new["state"] = self.update(0, grads, given["state"], given["params"], value)
-        if r["again"]:
-            if r["again"] == "new gradients":
-                _, _, grads = self.gradients(new["params"], batch, key, given.get("target"), scale)
-            new["params"], new["state"] = self.update(0, grads, new["state"], new["params"], value)
         if "count" in given:
             new["count"] = given["count"] + 1
         if r["second"]:
@@ -845,6 +842,15 @@ class Step:
         return value, aux, grads
 
     def update(self, at: int, grads: Any, state: Any, params: Any, value: Any) -> tuple[Any, Any]:
+        """New parameters and state of the first or the second network; of the first after two updates, maybe."""
+        if at == 0 and self.r["again"]:
+            params, state = self.updated_once(at, grads, state, params, value)
+            if self.r["again"] == "new gradients":
+                loads = AWAY in self.mode and not self.mode.startswith(("jo.jit", "pipelined"))
+                grads = self.slope(jo.to_device(params) if loads else params)
+        return self.updated_once(at, grads, state, params, value)
+
+    def updated_once(self, at: int, grads: Any, state: Any, params: Any, value: Any) -> tuple[Any, Any]:
         r, tx = self.r, self.txs[at]
         plain = self.mode == "plain" or (at == 1 and r["second"] == "plain beside")
         bad = ~jnp.isfinite(value)
