@@ -249,12 +249,12 @@ def _between_passes(step: Inlined, nodes: Sequence[Node]) -> tuple[list[Node] | 
         pieces = [node for node in nodes if not isinstance(node.payload, Update)]
         for rest in rests:
             pieces += _pieces(rest)
-        return interleaved(pieces, range(len(pieces)), outputs), ""
+        return interleaved(pieces, outputs), ""
     except CannotHoist as stays:
         on_host = any(is_host_aval(v.aval) for rest in rests for v in rest.operands)
         why = located(str(stays), step.like) if on_host else ""
     try:
-        return interleaved(nodes, range(len(nodes)), outputs), why
+        return interleaved(nodes, outputs), why
     except CannotHoist:
         return None, why
 

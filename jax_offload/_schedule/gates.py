@@ -36,19 +36,18 @@ FEW_PLACES = (
 LEAST_FRONT = 2**12  # elements: a value with which a pass continues has at least as many
 
 
-def interleaved(nodes: Sequence[Node], which: Sequence[int], outputs: Sequence[Var]) -> list[Node]:
+def interleaved(nodes: Sequence[Node], outputs: Sequence[Var]) -> list[Node]:
     """Return the nodes with pieces in their places and gates between them.
 
     Args:
       nodes: parts of a step; the payloads of some are pieces.
-      which: the numbers of the nodes that are needed.
       outputs: of the step.
 
     Raises:
       CannotHoist: there are not enough places.
     """
-    pieces = [k for k in which if isinstance(nodes[k].payload, Planned)]
-    outer = [k for k in which if not isinstance(nodes[k].payload, Planned)]
+    pieces = [k for k, node in enumerate(nodes) if isinstance(node.payload, Planned)]
+    outer = [k for k, node in enumerate(nodes) if not isinstance(node.payload, Planned)]
     heavy = [k for k in outer if is_heavy(nodes[k])]
     order = topological(nodes, [*heavy, *outer, *pieces])
     passes, number = Network(order, outputs), {id(node): k for k, node in enumerate(nodes)}

@@ -19,8 +19,7 @@ from jax_offload._program.jaxprs import Atom, DropVar, Equation, Literal, Scan, 
 from jax_offload._program.memory import is_host_aval
 from jax_offload._program.primitives import ELEMENTWISE, SHAPES
 from jax_offload._program.program import Program, Var, flat, is_store, load_of
-from jax_offload._program.propagate import NEEDS, Mask, Node, forward, groups, made_of, needed_for, union
-from jax_offload._program.propagate import needed as nodes_needed
+from jax_offload._program.propagate import NEEDS, Mask, forward, groups, made_of, needed_for, union
 from jax_offload._program.rules import Dependent, Partial, Rows, Where, chunked_dims, rows_like, rule_of
 from jax_offload._program.slices import Slice, consecutive, slice_of
 from jax_offload._schedule.in_scan import CannotHoist, InScan, Nest
@@ -372,18 +371,16 @@ class Hoist:
         Raises:
           CannotHoist: they are expensive, or load a leaf from the host.
         """
-        twice, eqns = set[int](), self.program.eqns
+        twice, eqns, scan = set[int](), self.program.eqns, self.scan
         while True:
             inside = {id(eqn) for eqn in taken} - twice
             made = [v for eqn in taken if id(eqn) in inside for v in eqn.outvars]
             if not any(k < self.at for v in made for k in self._read_outside(v, inside)):
                 return twice
-            nodes = [Node(eqn, variables(eqn.invars), [] if id(eqn) in inside else eqn.outvars) for eqn in eqns]
-            nodes[self.at] = Node(eqns[self.at], variables([*self.scan.consts, *self.scan.init, *self.scan.xs]), [])
-            reading = [k for k, eqn in enumerate(eqns) if k == self.at or id(eqn) in inside]
-            before = nodes_needed(nodes, [v for k in reading for v in nodes[k].reads], kept=False)
-            wanted = {v for k in before if k != self.at for v in nodes[k].reads}
-            found, _ = needed_for([eqn for eqn in taken if id(eqn) in inside], wanted)
+            moving = [eqn for eqn in taken if id(eqn) in inside]
+            reads = variables([*scan.consts, *scan.init, *scan.xs, *(v for eqn in moving for v in eqn.invars)])
+            before, _ = needed_for(eqns[: self.at], reads, lambda eqn, inside=inside: id(eqn) not in inside)
+            found, _ = needed_for(moving, {v for eqn in before for v in variables(eqn.invars)})
             if not found:
                 return twice
             if not all(_may_run_twice(eqn) for eqn in found) or any(
