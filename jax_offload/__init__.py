@@ -13,6 +13,7 @@ from importlib import metadata as _metadata
 from jax_offload._disk.disk import Disk as disk
 from jax_offload._look.report import placement as placement
 from jax_offload._offload import offload as offload
+from jax_offload._offload import update_params as update_params
 from jax_offload._state.checkpoint import restore as restore
 from jax_offload._state.checkpoint import save_args as save_args
 from jax_offload._state.formats import Storage as Storage
@@ -25,7 +26,6 @@ from jax_offload._state.state import to_plain as to_plain
 from jax_offload._step.jit import compiler_options as compiler_options
 from jax_offload._step.jit import jit as jit
 from jax_offload._step.pipelined import pipelined as pipelined
-from jax_offload._update_params import update_params as update_params
 
 if _typing.TYPE_CHECKING:
     from jax_offload import types as types

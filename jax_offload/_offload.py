@@ -1,4 +1,4 @@
-"""Wrap an optax optimizer so that its state lives in pinned host memory."""
+"""Wrap an optax optimizer so that its state lives in pinned host memory; update and apply in one."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from jax_offload._disk.placeholder import opened
 from jax_offload._emit.recipe import (
     checked_skip,
     old_where,
+    replicated_into,
     returned,
     sharded_params,
     streamed,
@@ -26,15 +27,8 @@ from jax_offload._program.memory import DEFAULT_MIN_BYTES, loaded, on_host, stor
 from jax_offload._program.private import traces
 from jax_offload._program.shardings import Layouts, inside_shard_map, types_tell
 from jax_offload._rewrite.created import created, places_of, refused
-from jax_offload._schedule.options import Options, Order
-from jax_offload._state.arguments import (
-    arrived,
-    check_eager,
-    check_gradients,
-    check_inner,
-    check_no_state,
-    check_params,
-)
+from jax_offload._schedule.options import Options, Order, merged
+from jax_offload._state import arguments
 from jax_offload._state.around import (
     NESTED,
     Remembered,
@@ -42,6 +36,8 @@ from jax_offload._state.around import (
     check_not_within_offload,
     compiled_where_eager,
     from_host,
+    gathering,
+    load,
     shardings_of,
     within_offload,
     without_sharding,
@@ -154,7 +150,7 @@ def offload(
         raise TypeError(NESTED)
     if isinstance(inner, optax.MultiSteps):
         inner = inner.gradient_transformation()
-    check_inner(inner)
+    arguments.check_inner(inner)
     said: dict[str, Any] = {
         "fraction": fraction, "select": select, "min_bytes": min_bytes, "window": window, "order": order,
         "shard_over": shard_over, "update_on": update_on, "disk": disk,
@@ -169,7 +165,7 @@ def offload(
 
     def init_fn(params: optax.Params) -> optax.OptState:
         check_not_within_offload()
-        check_params(params)
+        arguments.check_params(params)
         own = shardings_of(params)
 
         def create(params: Any) -> Any:
@@ -191,7 +187,7 @@ def offload(
             # One compiled program, also in eager use: XLA makes a leaf, sends it to the host and makes the next, and a
             # sharded leaf is born sharded.
             rows, target = described_state(Offloaded(create, update_fn), params, remember=True)
-            check_eager(params, rows, jax.tree.leaves(target))
+            arguments.check_eager(params, rows, jax.tree.leaves(target))
             if disk is None:
                 state = jax.jit(create, out_shardings=jax.tree.map(lambda x: x.sharding, target))(params)
             else:
@@ -215,9 +211,9 @@ def offload(
         check_not_within_offload()
         state, in_files = opened(state)
         state, params = from_host((state, params))
-        check_no_state("updates", updates)
-        check_no_state("params", params)
-        check_gradients(updates, params)
+        arguments.check_no_state("updates", updates)
+        arguments.check_no_state("params", params)
+        arguments.check_gradients(updates, params)
         like = updates if params is None else params
         if rules:
             state = adopted(state, like, inner.init)
@@ -229,7 +225,7 @@ def offload(
         if policy.shard_over:
             check_not_manual()
             sharded = partitions(plan, like, shardings, remembered)
-        arrived(home, jax.tree.leaves(state), plan)
+        arguments.arrived(home, jax.tree.leaves(state), plan)
         state = returned(state, plan)
         on_cores = frozenset(k for k, leaf in enumerate(plan) if leaf.on_cores)
         on_disk = frozenset(k for k, leaf in enumerate(plan) if leaf.disk)
@@ -265,3 +261,67 @@ def offload(
         return updates, in_files(state)
 
     return Offloaded(init_fn, update_fn).wrapping(offload, optimizer, storage=storage, **said)
+
+
+@compiled_where_eager(like=lambda tx, grads, state, params, **_: params)
+def update_params(
+    tx: optax.GradientTransformation,
+    grads: optax.Updates,
+    state: optax.OptState,
+    params: optax.Params,
+    *,
+    skip: Any = None,
+    **extra_args: Any,
+) -> tuple[optax.Params, optax.OptState]:
+    """Update the parameters: ``tx.update`` and ``optax.apply_updates`` in one, without a tree of updates.
+
+    The loop that streams the state writes the new parameters in place of the old ones. That saves memory where the
+    updates could not take the gradients' memory, for example with bfloat16 parameters and float32 arithmetic.
+
+    Args:
+      tx: a transformation with an ``offload`` anywhere inside it.
+      grads: the gradients, a tree like ``params`` with the same shapes.
+      state: the state of ``tx``.
+      params: the parameters. Those in pinned host memory, and such gradients, are streamed with the state.
+      skip: a bool, traced or not. Where it is true, parameters and state keep every bit; the state is streamed all
+        the same. Pass ``~is_finite`` of flax's ``DynamicScale``. It must be the same on all devices.
+      **extra_args: arguments for ``tx.update``.
+
+    Returns:
+      The new parameters, with the dtypes and in the memory of the old ones, and the new state.
+
+    Raises:
+      ValueError: gradients, state and parameters do not fit each other or ``tx``, or are in the wrong order.
+
+    Example:
+      >>> import functools, jax, jax.numpy as jnp, optax, jax_offload as jo
+      >>> params = jax.device_put({"w": jnp.ones((256, 256))}, jax.devices()[0])
+      >>> tx = jo.offload(optax.adamw(1e-3))
+      >>> step = jax.jit(functools.partial(jo.update_params, tx), donate_argnums=(1, 2))
+      >>> state, grads = tx.init(params), jax.tree.map(jnp.ones_like, params)
+      >>> params, state = step(grads, state, params)
+      >>> optax.tree.get(state, "mu")["w"].sharding.memory_kind
+      'pinned_host'
+    """
+    skip = checked_skip(skip)
+    arguments.check_transformation(tx, "(tx, grads, state, params)")
+    arguments.check_not_in_multi_steps(tx, state)
+    tx = optax.with_extra_args_support(tx)
+    state, stored = opened(state)
+    state, params = from_host((state, params))
+
+    def recipe(grads: Any, state: Any, params: Any, extra_args: Any, skip: Any) -> Any:
+        old, (grads, params, extra_args) = params, loaded((grads, params, extra_args))
+        with gathering() as options:
+            try:
+                updates, after = tx.update(grads, state, params, **extra_args)
+            except ValueError as error:
+                arguments.check_managed(state, error)
+                raise
+        given = merged(options)
+        new = optax.apply_updates(params if types_tell(updates) else sharded_params(params, given), updates)
+        new, after = old_where(skip, (params, state), (replicated_into(params, new, given), after))
+        return where_it_was(new, old), after
+
+    params, state = streamed(recipe, (grads, state, params, extra_args, skip), next_of=(2, 1))
+    return jax.tree.map(load, params), stored(state)

@@ -33,17 +33,9 @@ from jax_offload._disk.leaves import Stored, check_covered, entries_of, packed, 
 from jax_offload._disk.placeholder import TOKEN, VERSIONS, Ends, OnDisk, Place, Range, Token
 from jax_offload._disk.processes import LETTERS, allgathered, everywhere, several
 from jax_offload._disk.store import NAME, Commit, Entry, Room, Store, manifests
+from jax_offload._program import shardings
 from jax_offload._program.arrays import check_integer
-from jax_offload._program.shardings import (
-    Parts,
-    assembled,
-    box_of_shape,
-    boxes_of,
-    covered,
-    gathered,
-    parts_of,
-    shape_of,
-)
+from jax_offload._program.shardings import Parts
 
 _READERS, _WRITERS = 2, 4  # more threads write small leaves faster, but do not read them faster
 
@@ -276,7 +268,7 @@ class Disk:
     def handle(self, name: str, sharding: Sharding) -> OnDisk:
         """Return the placeholder of a leaf in a state of this version. ``sharding``: its place in host memory."""
         leaf = self._leaf(name)
-        own = boxes_of(sharding, leaf.shape)
+        own = shardings.boxes_of(sharding, leaf.shape)
         check_covered(name, own, leaf.boxes)  # so that this process can read it,
         check_covered(name, leaf.boxes, own)  # and writes all of its part
         return OnDisk(self._version, Place(self, name, leaf.shape, leaf.dtype, sharding))
@@ -308,8 +300,8 @@ class Disk:
                 if not several():
                     raise
                 self._fails(f"reading {name}", error)
-                parts = [(box, np.zeros(shape_of(box), leaf.dtype)) for _, box in leaf.within(rows)]
-            return jax.block_until_ready(assembled(parts, sharding, leaf.shape_of(rows)))
+                parts = [(box, np.zeros(shardings.shape_of(box), leaf.dtype)) for _, box in leaf.within(rows)]
+            return jax.block_until_ready(shardings.assembled(parts, sharding, leaf.shape_of(rows)))
 
         return self._readers.submit(read)
 
@@ -333,8 +325,8 @@ class Disk:
         def write() -> None:
             wait(before)
             try:
-                parts = parts_of(value.pop())
-                self.store.write({k: gathered(parts, box) for k, box in found})
+                parts = shardings.parts_of(value.pop())
+                self.store.write({k: shardings.gathered(parts, box) for k, box in found})
             except BaseException as error:
                 self._fails(f"writing {name}", error)
                 raise
@@ -399,13 +391,13 @@ class Disk:
         if version != self._committed:  # an update or a commit may have begun meanwhile
             self.check(token)
         if sharding is not None and not sharding.is_fully_addressable:
-            return assembled(parts, sharding, leaf.shape)
-        if not covered(whole := box_of_shape(leaf.shape), [box for box, _ in parts]):
+            return shardings.assembled(parts, sharding, leaf.shape)
+        if not shardings.covered(whole := shardings.box_of_shape(leaf.shape), [box for box, _ in parts]):
             raise ValueError(
                 f"disk: {leaf.name} is divided between processes, and this one has a part of it. Fix: "
                 "jo.to_device(leaf), in all processes, gives the leaf divided."
             )
-        return gathered(parts, whole)
+        return shardings.gathered(parts, whole)
 
 
 def _version(token: Any) -> int:

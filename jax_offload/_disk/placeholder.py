@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
+from operator import attrgetter
 from typing import Any
 
 import jax
@@ -95,26 +96,11 @@ class _Typed:
 
     __slots__ = ("place",)
     place: Place
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.place.shape
-
-    @property
-    def dtype(self) -> np.dtype[Any]:
-        return self.place.dtype
-
-    @property
-    def ndim(self) -> int:
-        return self.place.ndim
-
-    @property
-    def size(self) -> int:
-        return self.place.size
-
-    @property
-    def nbytes(self) -> int:
-        return self.size * self.place.dtype.itemsize
+    shape = property(attrgetter("place.shape"))
+    dtype = property(attrgetter("place.dtype"))
+    ndim = property(attrgetter("place.ndim"))
+    size = property(attrgetter("place.size"))
+    nbytes = property(lambda self: nbytes(self.place))
 
 
 class Token(_Typed):

@@ -26,11 +26,10 @@ from jax_offload._look.compiled import prepare
 from jax_offload._look.inspection import inspect
 from jax_offload._look.plan import plan
 from jax_offload._look.text import aligned, in_bytes
-from jax_offload._offload import offload
+from jax_offload._offload import offload, update_params
 from jax_offload._program.memory import HOST_KIND, POOL_HEADROOM, POOL_VARIABLE, pool_limit
 from jax_offload._state.masters import with_master_params
 from jax_offload._step.jit import jit
-from jax_offload._update_params import update_params
 
 EXIT_CODES = """Exit codes:
   0  it fits, or may; all is well

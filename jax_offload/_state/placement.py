@@ -20,6 +20,7 @@ from jax.tree_util import keystr
 from jax_offload._disk.disk import Disk
 from jax_offload._disk.placeholder import Place
 from jax_offload._program.arrays import check_integer, is_array, is_like, nbytes, types_of
+from jax_offload._program.memory import DEFAULT_MIN_BYTES
 from jax_offload._program.own_primitives import mark
 from jax_offload._program.paths import leaves_with_paths, matches, names_of, owners
 from jax_offload._schedule.options import Order, backward_ranks
@@ -265,14 +266,14 @@ class Policy:
       ValueError: an option is out of range, or two do not go together.
     """
 
-    fraction: Any
-    select: Select
-    min_bytes: int
-    window: int | None
-    order: Order
-    shard_over: tuple[str, ...]
-    update_on: Any
-    disk: Any
+    fraction: Any = 1.0
+    select: Select = None
+    min_bytes: int = DEFAULT_MIN_BYTES
+    window: int | None = None
+    order: Order = None
+    shard_over: Any = None
+    update_on: Any = "device"
+    disk: Any = None
 
     def __post_init__(self) -> None:
         check_integer("min_bytes", self.min_bytes, 0, "a number of bytes >= 0, an int", "2**16 are 64 KiB.")

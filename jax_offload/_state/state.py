@@ -25,17 +25,10 @@ from jax_offload._program.jaxprs import Literal, jaxpr_of
 from jax_offload._program.own_primitives import marks_in
 from jax_offload._program.paths import leaves_with_paths, owners
 from jax_offload._program.shardings import is_explicit, sharding_of, shards_of, typed_sharding, without_axes
+from jax_offload._state import storage
 from jax_offload._state.arguments import AROUND, check_like, check_transformation
 from jax_offload._state.around import described
 from jax_offload._state.placement import Leaf, Policy, place, unmanaged
-from jax_offload._state.storage import (
-    StoredState,
-    decoded,
-    encoded,
-    in_place,
-    is_encoded,
-    is_stored,
-)
 from jax_offload._state.zero import axes_in_parameter, state_sharding
 
 
@@ -138,10 +131,8 @@ def to_host(tx: Any, state: Any = None, params: Any = None, *, select: Any = Non
       'pinned_host'
     """
     if state is None and params is None and not issubclass(type(tx), (optax.GradientTransformation, optax.MultiSteps)):
-        said: dict[str, Any] = {"fraction": fraction, "select": select, "min_bytes": memory.DEFAULT_MIN_BYTES}
-        policy = Policy(**said, window=None, order=None, **_OF_A_STATE)
         leaves, treedef = jax.tree.flatten(tx)
-        pairs = zip(leaves, place(policy, tx, tx), strict=True)
+        pairs = zip(leaves, place(Policy(fraction, select), tx, tx), strict=True)
         return guarded(jax.tree.unflatten(treedef, [_in_host_memory(x) if leaf.host else x for x, leaf in pairs]), tx)
     if select is not None or fraction != 1.0:
         raise TypeError(
@@ -171,13 +162,6 @@ _GIVE_PARAMS = (
     "If params were left out, they are taken to be like the largest part of the state that has their tree. Factored "
     "moments, masters, and moments of another dtype are not like them: pass params."
 )
-
-
-_OF_A_STATE: dict[str, Any] = {
-    "shard_over": None,
-    "update_on": "device",
-    "disk": None,
-}  # by default, values that only a state has
 
 
 def _in_host_memory(x: Any) -> Any:
@@ -216,11 +200,11 @@ def to_plain(tx: optax.GradientTransformation, state: Any) -> Any:
     check_transformation(tx, "(tx, state)")  # the stored state tells everything else
 
     def plain(node: Any) -> Any:
-        if is_stored(node):
-            return jax.tree.map(plain, node.inner_state, is_leaf=is_encoded)
-        return in_place(decoded, node) if is_encoded(node) else node
+        if storage.is_stored(node):
+            return jax.tree.map(plain, node.inner_state, is_leaf=storage.is_encoded)
+        return storage.in_place(storage.decoded, node) if storage.is_encoded(node) else node
 
-    return jax.tree.map(plain, state, is_leaf=lambda x: is_stored(x) or is_encoded(x))
+    return jax.tree.map(plain, state, is_leaf=lambda x: storage.is_stored(x) or storage.is_encoded(x))
 
 
 def from_plain(tx: optax.GradientTransformation, state: Any, params: Any = None) -> Any:
@@ -252,23 +236,23 @@ def from_plain(tx: optax.GradientTransformation, state: Any, params: Any = None)
       >>> mu.dtype.name, mu.sharding.memory_kind
       ('bfloat16', 'pinned_host')
     """
-    if any(is_stored(x) for x in jax.tree.leaves(state, is_leaf=is_stored)):
+    if any(storage.is_stored(x) for x in jax.tree.leaves(state, is_leaf=storage.is_stored)):
         raise ValueError("state: is stored, not plain; jo.to_plain(tx, state) gives the plain one.")
     params = params_like(tx, state) if params is None else params
 
     def stored_like(wanted: Any, x: Any) -> Any:
-        if is_stored(wanted):
-            inner = jax.tree.map(stored_like, wanted.inner_state, x, is_leaf=is_encoded)
-            return StoredState(np.zeros((), np.int32), inner)
-        if not is_encoded(wanted):
+        if storage.is_stored(wanted):
+            inner = jax.tree.map(stored_like, wanted.inner_state, x, is_leaf=storage.is_encoded)
+            return storage.StoredState(np.zeros((), np.int32), inner)
+        if not storage.is_encoded(wanted):
             return x
         got, expected = (np.shape(x), np.dtype(x.dtype).name), (wanted.values.shape, wanted.dtype)
         if got != expected:
             raise ValueError(f"a leaf is {got[1]}{list(got[0])}, and tx has {expected[1]}{list(expected[0])}")
-        return in_place(encoded, x, wanted.storage)
+        return storage.in_place(storage.encoded, x, wanted.storage)
 
     try:
-        stored = jax.tree.map(stored_like, traced_init(tx, params)[1], state, is_leaf=is_stored)
+        stored = jax.tree.map(stored_like, traced_init(tx, params)[1], state, is_leaf=storage.is_stored)
     except (ValueError, TypeError) as error:
         raise ValueError(f"state: not a plain state of tx for these parameters: {error}. {_GIVE_PARAMS}") from error
     return to_host(tx, stored, params)
@@ -286,10 +270,10 @@ def params_like(tx: optax.GradientTransformation, state: Any) -> Any:
         return isinstance(x, _Params)
 
     def inner(tree: Any) -> Any:
-        return jax.tree.map(lambda x: x.inner_state if is_stored(x) else x, tree, is_leaf=is_stored)
+        return jax.tree.map(lambda x: x.inner_state if storage.is_stored(x) else x, tree, is_leaf=storage.is_stored)
 
     def like_param(x: Any) -> Any:
-        array, dtype = (x.values, x.dtype) if is_encoded(x) else (x, getattr(x, "dtype", None))
+        array, dtype = (x.values, x.dtype) if storage.is_encoded(x) else (x, getattr(x, "dtype", None))
         if dtype is None:
             return x
         sharding = sharding_of(array)
@@ -307,8 +291,8 @@ def params_like(tx: optax.GradientTransformation, state: Any) -> Any:
         raise ValueError("params: this optimizer's init must see them; give them as params=.") from error
     if not copies:
         raise ValueError("params: the state has no tree of their structure; give them as params=.")
-    copies = [jax.tree.map(like_param, each, is_leaf=lambda x: is_encoded(x) or is_on_disk(x)) for each in copies]
-    return max(copies, key=lambda each: len(jax.tree.leaves(each)))
+    largest = max(copies, key=lambda each: len(jax.tree.leaves(each, is_leaf=storage.is_encoded)))
+    return jax.tree.map(like_param, largest, is_leaf=lambda x: storage.is_encoded(x) or is_on_disk(x))
 
 
 # ---- a state that is not made: a row of the table and a type for every leaf

@@ -43,7 +43,7 @@ MODULES = {name_of(path): path for path in PACKAGE.rglob("*.py")}
 
 def layer(module):
     folder = module.partition(".")[0]
-    return "names" if folder in ("", "_offload", "_update_params", "__main__", "types") else folder
+    return "names" if folder in ("", "_offload", "__main__", "types") else folder
 
 
 @functools.cache
