@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections import Counter, deque
 from collections.abc import Callable, Hashable, Mapping, Sequence, Set
 from concurrent.futures import Future
@@ -88,17 +89,18 @@ class Driven:
         self._places: dict[Var, Sharding] = {v: s for v, s in zip(own, placed, strict=True) if s is not None}
         self._places |= self._files.places(self._devices) | found.scattered
         self._like = {w: v for v, parts in found.parts.items() for w, _ in parts} | found.next_of
-        self._donated = {v for v, given in zip(own, donated, strict=True) if given}
+        self.donated = {v for v, given in zip(own, donated, strict=True) if given}
         self._compiled, self._key_of = dict[Hashable, Jit](), numbered()
         self._step, tasks = self._scheduled(found, segments)
-        self._moves = Moves(self._files, self._step, tasks)
+        self.moves = Moves(self._files, self._step, tasks)
+        self._bring = jit(lambda xs: xs, out_shardings=self._everywhere)
         writable = self._writable(tasks)
         self._tasks = [(task, self._run_by(task, writable)) for task in tasks]
         self._written = [v for _, run in self._tasks if isinstance(run, OnePass) for v in run.written]
 
     def _scheduled(self, step: Staged, segments: bool) -> tuple[Staged, list[Task]]:
         """The step in the programs that overlap best, or, if the check finds a fault there, as first cut."""
-        free = self._donated | {*self._files.reads}
+        free = self.donated | {*self._files.reads}
         try:
             found = arranged(step, may_be_cut=segments and self._may_be_cut(step)) if len(step.stages) > 1 else step
             tasks = tasks_of(found, free)
@@ -115,10 +117,10 @@ class Driven:
         arrays = [*self.constants, *self._arrays(args)]
         given = dict(zip([*self._step.consts, *self._step.arguments], arrays, strict=False))
         times = Counter(map(id, arrays))
-        for v in self._donated:  # which the caller gives twice, or hands on from a branch: only a copy is ours
+        for v in self.donated:  # which the caller gives twice, or hands on from a branch: only a copy is ours
             if times[id(given[v])] > 1:
                 given[v] = _copied(given[v])
-        values = _Values(given, self._donated, self._moves, self._place)
+        values = _Values(self, given)
         for k, (task, run) in enumerate(self._tasks):
             for following, _ in self._tasks[k + 1 : k + 2]:
                 values.send(following)
@@ -133,11 +135,6 @@ class Driven:
     def committed(self, x: Any) -> Any:
         """Commit a result, as ``jax.jit`` does if an argument is committed, here a host leaf."""
         return jax.device_put(x, self._everywhere) if isinstance(x, jax.Array) and not x.committed else x
-
-    @functools.cached_property
-    def _bring(self) -> Jit:
-        """Brings values to the step's memory."""
-        return jit(lambda xs: xs, out_shardings=self._everywhere)
 
     def _arrays(self, xs: Sequence[Any]) -> list[Any]:
         """Convert numbers and NumPy arrays, which the caller may overwrite, as ``jax.jit`` does. jax's own arrays and
@@ -184,7 +181,7 @@ class Driven:
             v = self._like[v]
         return self._places.get(v)
 
-    def _place(self, v: Var) -> Sharding:
+    def place(self, v: Var) -> Sharding:
         """Return where a value belongs: replicated in its own memory, unless its sharding is known."""
         everywhere = with_kind(self._everywhere, HOST_KIND) if is_host_aval(v.aval) else self._everywhere
         return self._place_of(v) or everywhere
@@ -224,7 +221,7 @@ class Driven:
         if not cores.has_addresses(self._devices):
             return set()
         read_by = Counter(v for task in tasks[1:] for v in task.inputs)  # the first has been started by then
-        found = {v for v in self._donated if read_by[v] == 1 and (is_host_aval(v.aval) or cores.on_cpus(self._devices))}
+        found = {v for v in self.donated if read_by[v] == 1 and (is_host_aval(v.aval) or cores.on_cpus(self._devices))}
         # an argument without a place, such as a NumPy array, is not committed to these devices
         return {v for v in found if v in self._places and {*self._places[v].device_set} == self._devices}
 
@@ -251,22 +248,13 @@ class _Values:
     """The values of a running step: ``here`` in the step's own memory, ``there`` for the cores; and its files.
 
     Two variables may hold one array, as a branch may return its operands.
-
-    Args:
-      given: the arguments.
-      donated: the donated arguments.
-      moves: what moves from and to the disk at each task.
-      place: where a value belongs.
     """
 
-    def __init__(
-        self, given: dict[Var, Any], donated: Set[Var], moves: Moves, place: Callable[[Var], Sharding]
-    ) -> None:
-        self.here, self._there, self._donated, self._place = given, dict[Var, Any](), donated, place
-        self._moves, self._outputs = moves, moves.what.outputs
+    def __init__(self, step: Driven, given: dict[Var, Any]) -> None:
+        self.here, self._there, self._step, self._moves = given, dict[Var, Any](), step, step.moves
         self._reading: dict[Var, Future[jax.Array]] = {}
         self._writing: deque[list[Future[None]]] = deque()
-        for token, leaf in moves.what.reads.values():
+        for token, leaf in self._moves.what.reads.values():
             leaf.home.check(token.val if isinstance(token, Literal) else given[token])
 
     def take(self, own: Sequence[Var]) -> None:
@@ -288,7 +276,7 @@ class _Values:
                 writing.exception()  # which is said when the step ends: other processes are in it too
         for v in self._moves.ahead[number]:
             leaf, rows = self._moves.reads[v]
-            self._reading[v] = leaf.home.fetch(leaf.name, self._place(v), rows)
+            self._reading[v] = leaf.home.fetch(leaf.name, self._step.place(v), rows)
         self.here |= {v: self._reading.pop(v).result() for v in self._moves.now[number]}
         self.send(task)
         return values_of(self._there if task.on_cores else self.here, task.inputs)
@@ -299,7 +287,7 @@ class _Values:
         defined = dict(zip(task.outputs, results[:n], strict=True))
         if task.on_cores:
             self._there |= defined
-            self.here |= {v: cores.brought_back(defined[v], self._place(v)) for v in task.up}
+            self.here |= {v: cores.brought_back(defined[v], self._step.place(v)) for v in task.up}
         else:
             self.here |= defined
             self._there |= zip(task.down, results[n:], strict=True)
@@ -310,7 +298,7 @@ class _Values:
         gone = {v: self.here.pop(v, None) for v in (*task.over, *self._moves.now[number])}
         for v in task.over:
             self._there.pop(v, None)
-        own = [x for v, x in gone.items() if v in self._donated and isinstance(x, jax.Array)]
+        own = [x for v, x in gone.items() if v in self._step.donated and isinstance(x, jax.Array)]
         left = [x for x in own if not x.is_deleted()]
         live = {id(x) for x in (*self.here.values(), *self._there.values())} if left else set[int]()
         for x in left:
@@ -319,12 +307,12 @@ class _Values:
         due = self._moves.due[number]
         if parts := [(v, *part) for v in due for part in self._moves.writes[v]]:
             self._writing.append([leaf.home.put(leaf.name, self.here[v], rows) for v, leaf, rows in parts])
-        for v in {*due}.difference(variables(self._outputs)):
+        for v in {*due}.difference(variables(self._moves.what.outputs)):
             del self.here[v]
 
     def results(self) -> list[Any]:
         """Return the step's results."""
-        others, leaves = values_of(self.here, self._outputs), self._moves.what.tokens
+        others, leaves = values_of(self.here, self._moves.what.outputs), self._moves.what.tokens
         tokens = {home: home.advance() for home in dict.fromkeys(leaf.home for leaf in leaves.values())}
         rest = iter(others)
         return [tokens[leaves[k].home] if k in leaves else next(rest) for k in range(len(others) + len(leaves))]
@@ -386,13 +374,9 @@ class _Inner:
         others = Counter(map(id, given))
         carry = [x if own and others[id(x)] == 1 else _copied(x) for x, own in zip(given, self._free, strict=True)][m:]
         free = [False] * (m - n) + [True] * len(carry)
-        while self._holds([*given[:n], *carry]):
+        while np.asarray(*self._condition(*itertools.compress([*given[:n], *carry], self._used))):
             carry = self._run(0, params["body_jaxpr"], [*given[n:m], *carry], free)
         return carry
-
-    def _holds(self, operands: Sequence[Any]) -> bool:
-        (holds,) = self._condition(*(x for x, used in zip(operands, self._used, strict=True) if used))
-        return bool(np.asarray(holds))
 
     def _run(self, k: int, body: ClosedJaxpr, given: Sequence[Any], free: Sequence[bool]) -> Sequence[Any]:
         if k not in self._driven:

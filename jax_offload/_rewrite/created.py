@@ -5,6 +5,7 @@ A state is made leaf by leaf, so that the whole of it is never in memory.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
@@ -26,19 +27,17 @@ from jax_offload._state.placement import Leaf
 
 def places_of(given: Any, plan: Sequence[Leaf], leaves: Sequence[Any]) -> list[Place | None]:
     """Map each leaf of a state to its leaf on the disk; ``None`` for a leaf in memory."""
-    together: dict[Hashable, int] = {}  # bytes of a row, over all leaves of a parameter that have as many rows
-    keys = [
-        (row.path if row.owner is None else row.owner, np.shape(x)[:1]) for row, x in zip(plan, leaves, strict=True)
-    ]
+    together = Counter[Hashable]()  # bytes of a row, over all leaves of a parameter that have as many rows
+    keys = [(row.path if row.owner is None else row.owner, row.shape[:1]) for row in plan]
     for key, row in zip(keys, plan, strict=True):
         if row.disk:
-            together[key] = together.get(key, 0) + row.nbytes // max(1, row.shape[0])
-    return [
-        Place(given, row.path, tuple(x.shape), np.dtype(x.dtype), rows=rows_in_part(together[key], x.ndim, x.shape[0]))
-        if row.disk
-        else None
-        for key, row, x in zip(keys, plan, leaves, strict=True)
-    ]
+            together[key] += row.nbytes // max(1, row.shape[0])
+
+    def placed(key: Hashable, row: Leaf, x: Any) -> Place:
+        rows = rows_in_part(together[key], x.ndim, x.shape[0])
+        return Place(given, row.path, tuple(x.shape), np.dtype(x.dtype), rows=rows)
+
+    return [placed(key, row, x) if row.disk else None for key, row, x in zip(keys, plan, leaves, strict=True)]
 
 
 def refused(state: Any, plan: Sequence[Leaf]) -> Any:

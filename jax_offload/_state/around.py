@@ -191,9 +191,7 @@ def compiled_where_eager(like: Callable[..., Any]) -> Callable[[Callable[..., An
     """
 
     def decorate(fun: Callable[..., Any]) -> Callable[..., Any]:
-        like.__qualname__ = (
-            fun.__qualname__
-        )  # it is called first, and its name is in the error about a missing argument
+        like.__qualname__ = fun.__qualname__  # it is called first, and named in the error of a missing argument
 
         @functools.partial(jax.jit, static_argnums=(0, 1, 2))
         def run(treedef: Any, given: tuple[Any, ...], shardings: tuple[Any, ...], arrays: list[Any]) -> Any:

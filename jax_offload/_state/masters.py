@@ -132,8 +132,8 @@ def with_master_params(
         check_on_device(updates, params, "with_master_params alone streams nothing", state.master)
         leaves, treedef = jax.tree.flatten(params)
         masters = _masters_like(state, treedef)
-        own = [None if m is None else (_joined(p, m) if low_bits else _following(m, p))
-               for p, m in zip(leaves, masters, strict=True)]  # fmt: skip
+        follow = _joined if low_bits else _following
+        own = [None if m is None else follow(p, m) for p, m in zip(leaves, masters, strict=True)]
         precise = jax.tree.unflatten(treedef, [p if m is None else m for p, m in zip(leaves, own, strict=True)])
         wide = [g if m is None else g.astype(dtype) for g, m in zip(treedef.flatten_up_to(updates), own, strict=True)]
         steps, inner_state = inner.update(jax.tree.unflatten(treedef, wide), state.inner_state, precise, **extra_args)
@@ -239,7 +239,7 @@ def rounded(x: jax.Array, dtype: Any) -> jax.Array:
     return jnp.where(jnp.abs(x) < 2.0**info.minexp, steps * 2.0 ** (info.minexp - info.nmant), normal)
 
 
-def _following(master: jax.Array, p: jax.Array) -> jax.Array:
+def _following(p: jax.Array, master: jax.Array) -> jax.Array:
     """Return the master of ``p``, or ``p`` itself where it is not the rounded master: something has changed it."""
     unsigned = {2: jnp.uint16, 4: jnp.uint32}[p.dtype.itemsize]
     was, now = (lax.bitcast_convert_type(x, unsigned) for x in (master.astype(p.dtype), p))  # XLA cannot look through
@@ -256,13 +256,9 @@ def _joined(p: jax.Array, low: jax.Array) -> jax.Array:
 
 def _landing(p: jax.Array, master: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Return the update that brings ``p`` to the rounded master, and the bits that it then lacks."""
-    bits = lax.bitcast_convert_type(master, jnp.int32)
-    nan = jnp.isnan(master)
-    target = lax.bitcast_convert_type(
-        jnp.where(nan, bits, bits + 0x8000) & -0x10000, jnp.float32
-    )  # ties away from zero
-    target = jnp.where(nan, jnp.nan, target)
-    old = p.astype(jnp.float32)
+    bits, nan, old = lax.bitcast_convert_type(master, jnp.int32), jnp.isnan(master), p.astype(jnp.float32)
+    nearest = lax.bitcast_convert_type((bits + 0x8000) & -0x10000, jnp.float32)  # ties away from zero
+    target = jnp.where(nan, jnp.nan, nearest)
     update = target - old
     reached = lax.bitcast_convert_type(rounded(old + update, jnp.bfloat16), jnp.int32)
     low = bits - reached

@@ -322,9 +322,8 @@ def described_state(tx: optax.GradientTransformation, params: Any, *, remember: 
         spec = f"P({', '.join(map(repr, sharding.spec))})" if isinstance(sharding, NamedSharding) else ""
         kind = memory.HOST_KIND if leaf.host or leaf.disk else memory.DEVICE_KIND
         sharding = memory.with_kind(sharding, kind)
-        leaves.append(
-            leaf.place.at(sharding) if leaf.place else memory.abstract(x.shape, x.dtype, sharding, x.weak_type)
-        )
+        typed = memory.abstract(x.shape, x.dtype, sharding, x.weak_type)
+        leaves.append(leaf.place.at(sharding) if leaf.place else typed)
         shard_bytes = leaf.nbytes // math.prod(shards_of(sharding, x.shape))
         found.append(dataclasses.replace(leaf, sharding=f"{spec} ({why})" if why else spec, shard_bytes=shard_bytes))
     return found, jax.tree.unflatten(treedef, leaves)

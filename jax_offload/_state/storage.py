@@ -103,14 +103,9 @@ def formats(rules: Rules, state: Any, params: Any, min_bytes: int) -> list[Stora
     first, unused = first_matches("storage", patterns, names)
     unused = [rule for k in unused if (rule := rules[k][0]) is not None]
     if unused and jax.tree.leaves(params):  # optax probes with placeholders
-        raise ValueError(
-            f"storage: {unused} match no state leaf of rank 1 or more. "
-            + (
-                f"Rules match whole components of these paths: {', '.join(names)}."
-                if names
-                else "This optimizer keeps none, so there is nothing to store in fewer bits: leave storage out."
-            )
-        )
+        fix = f"Rules match whole components of these paths: {', '.join(names)}."
+        none = "This optimizer keeps none, so there is nothing to store in fewer bits: leave storage out."
+        raise ValueError(f"storage: {unused} match no state leaf of rank 1 or more. {fix if names else none}")
     found, masters = list[Storage | None](), _master_paths(state)
     matching = iter(zip(names, ([*rules, (None, None)][k] for k in first), strict=True))
     for path, x in flat:
@@ -162,10 +157,8 @@ def next_stored(state: StoredState, before: Any, after: Any) -> StoredState:
     changed = [is_encoded(old) and x is not was for old, was, x in zip(olds, jax.tree.leaves(before), new, strict=True)]
     seeds, kept = iter(composite(_seeds, state.rounds, n=sum(changed)) if any(changed) else []), []
     for old, x, again in zip(olds, new, changed, strict=True):
-        if again:
-            kept.append(encoded(x, old.storage, next(seeds), old.dtype))
-        else:
-            kept.append(old if is_encoded(old) else x)
+        now = old if is_encoded(old) else x
+        kept.append(encoded(x, old.storage, next(seeds), old.dtype) if again else now)
     return StoredState(state.rounds + 1, jax.tree.unflatten(treedef, kept))
 
 
