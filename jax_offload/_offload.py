@@ -10,7 +10,7 @@ import optax
 from jax.core import Tracer
 
 from jax_offload._disk.disk import Disk
-from jax_offload._disk.placeholder import opened
+from jax_offload._disk.leaves import opened
 from jax_offload._emit.recipe import (
     checked_skip,
     old_where,

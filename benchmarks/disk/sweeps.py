@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax.sharding import SingleDeviceSharding
 
 import jax_offload as jo
-from jax_offload._disk.placeholder import Place
+from jax_offload._disk.leaves import Place
 from jax_offload._host.moving import DEPTH
 from jax_offload._program.memory import HOST_KIND
 

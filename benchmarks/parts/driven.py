@@ -16,7 +16,7 @@ import jax_offload as jo
 from benchmarks.parts import where
 from benchmarks.parts.steps import clocked
 from benchmarks.parts.values import LEAF, PRECISION, apart, judged, on_host, relative
-from jax_offload._disk.placeholder import is_on_disk
+from jax_offload._disk.leaves import is_on_disk
 
 ALONE = True  # another process's pinned memory would change how fast these are
 TIMED = True

@@ -15,6 +15,7 @@ prepared commit. So each process has one or two commits, and the newest one that
 from __future__ import annotations
 
 import contextlib
+import json
 import operator
 import os
 import secrets
@@ -22,22 +23,38 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
 from jax.sharding import Sharding
 
 from jax_offload._disk.files import pages
-from jax_offload._disk.leaves import Stored, check_covered, entries_of, packed, placed, stored_in, unpacked
-from jax_offload._disk.placeholder import TOKEN, VERSIONS, Ends, OnDisk, Place, Range, Token
-from jax_offload._disk.processes import LETTERS, allgathered, everywhere, several
+from jax_offload._disk.leaves import (
+    TOKEN,
+    VERSIONS,
+    Ends,
+    OnDisk,
+    Place,
+    Range,
+    Stored,
+    Token,
+    check_covered,
+    entries_of,
+    packed,
+    placed,
+    stored_in,
+    unpacked,
+)
 from jax_offload._disk.store import NAME, Commit, Entry, Room, Store, manifests
 from jax_offload._program import shardings
 from jax_offload._program.arrays import check_integer
 from jax_offload._program.shardings import Parts
 
-_READERS, _WRITERS = 2, 4  # more threads write small leaves faster, but do not read them faster
+_BYTES = 4096  # that each says: one program for all that is told
+_LETTERS = 600  # of an error, six bytes each at most
+T = TypeVar("T")
+_READERS, _WRITERS = 2, 4  # leaves of a few MiB were written faster by four threads than by two, and read no faster
 
 
 class Disk:
@@ -344,7 +361,7 @@ class Disk:
         Raises:
           ValueError: something has failed until now, in this process or another.
         """
-        said = allgathered(self._failed[:LETTERS])
+        said = allgathered(self._failed[:_LETTERS])
         if failed := [(k, why) for k, why in enumerate(said) if why]:
             self._known = "; ".join(f"in process {k} {why}" if several() else why for k, why in failed)
         else:
@@ -452,6 +469,51 @@ def _check_leaves(leaves: Sequence[Place]) -> None:
                 f"disk: {leaf.name} is on devices of {len(on)} of the {len(everyone)} processes, {sorted(on)}, and "
                 "their files hold one state. Fix: parameters on a mesh of all devices, jax.make_mesh(...)."
             )
+
+
+# ---- what the processes of a run agree on; all of them must ask, in the same order -----------------------------------
+
+
+def several() -> bool:
+    return jax.process_count() > 1
+
+
+def allgathered(mine: Any) -> list[Any]:
+    """Return each process's message, by its number. ``mine``: this process's message, a few KiB of JSON."""
+    if not several():
+        return [mine]
+    from jax.experimental import multihost_utils
+
+    said = json.dumps(mine).encode().ljust(_BYTES)
+    if len(said) > _BYTES:
+        raise ValueError(f"a message of {len(said)} bytes is too long, {_BYTES} at most: {said[:200]!r}")
+    rows = np.asarray(multihost_utils.process_allgather(np.frombuffer(said, np.uint8)))
+    return [json.loads(row.tobytes()) for row in rows.reshape(-1, _BYTES)]
+
+
+def everywhere(do: Callable[[], T], doing: str, undo: Callable[[T], Any] = lambda _: None) -> T:
+    """Return the result of ``do`` if it succeeds in every process; otherwise raise in all of them.
+
+    Raises:
+      Exception: the error of ``do`` in this process.
+      ValueError: ``do`` failed in another process; ``undo`` has been called here.
+    """
+    if not several():
+        return do()
+    result, error = None, None
+    try:
+        result = do()
+    except Exception as raised:
+        error = raised
+    said = allgathered(None if error is None else f"{type(error).__name__}: {error}"[:_LETTERS])
+    if error is not None:
+        raise error
+    if failed := [(k, text) for k, text in enumerate(said) if text is not None]:
+        undo(result)  # pyright: ignore[reportArgumentType]
+        raise ValueError(
+            f"{doing} failed in {len(failed)} of {len(said)} processes. Process {failed[0][0]}: {failed[0][1]}"
+        )
+    return result  # pyright: ignore[reportReturnType]
 
 
 # ---- commits of several processes ------------------------------------------------------------------------------------

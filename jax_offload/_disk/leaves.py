@@ -1,9 +1,15 @@
-"""How arrays lie in files: a leaf of the state as entries of the store, and the tree of a commit beside the state.
+"""A leaf of a state that is on disk: its placeholder, its reads and writes in a trace, its moves, its place in files.
 
-A leaf is divided into one box for each part that a device of this process has, and each box into ranges of rows. A
-range is the same rows of every device's part along the leaf's first axis. The division is made with the files and
-never changes. A run with another sharding, after ``resume`` for example, reads and writes the same boxes and assembles
-its own parts from them.
+Such a leaf is never an operand of a program. In the state's tree an ``OnDisk`` stands for it: a pytree node whose one
+child is a token, the version of the state. Outside traces a token has no value, so computing with it is an error; in a
+trace it is a number. In a traced update ``READ`` makes the leaf, in host memory, from the token, and ``WRITE`` makes a
+token from the next value; in between, the leaf is updated like any host leaf. The driver takes both equations out of
+the step; in any other program they are an error when it is lowered.
+
+In files a leaf is divided into one box for each part that a device of this process has, and each box into ranges of
+rows. A range is the same rows of every device's part along the leaf's first axis. The division is made with the files
+and never changes. A run with another sharding, after ``resume`` for example, reads and writes the same boxes and
+assembles its own parts from them.
 
 The tree of a commit holds everything that is not on disk already: numbered arrays, and one array that describes them.
 """
@@ -12,21 +18,26 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from operator import attrgetter
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
+from jax.extend.core import Primitive
 from jax.sharding import Sharding
 from jax.tree_util import keystr
 
-from jax_offload._disk.placeholder import Ends, OnDisk, Place, Range, is_on_disk, read_into
 from jax_offload._disk.store import Entry
 from jax_offload._program import memory
-from jax_offload._program.arrays import is_array
+from jax_offload._program.arrays import is_array, nbytes
+from jax_offload._program.memory import HostStruct
+from jax_offload._program.own_primitives import identity_primitive
+from jax_offload._program.private import set_rules, trace_as
 from jax_offload._program.shardings import (
     Box,
     Parts,
@@ -40,9 +51,325 @@ from jax_offload._program.shardings import (
     shards_of,
 )
 
+TOKEN = np.dtype(np.float32)  # a floating type, so that jnp.isfinite does not pass it by
+VERSIONS = 2**24  # whole numbers below this are exact in it
+Range = tuple[int, int]  # rows of a leaf, the same ones of every device's part along its first axis
+Ends = tuple[int, ...]  # where the ranges of rows end that are together in files; the last is the number of rows
+_BATCH = 2**26  # bytes of leaves that are read together on their way to a disk
+
+
+class UpdatedFromDisk(ValueError):
+    """An update whose state is on disk was put into a program for the device."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "disk: a state on disk is no part of a program for the device. Fix: jo.jit(step), called and not lowered, "
+            "outside of any other jit, vmap, derivative or jax.disable_jit(): it reads, updates and writes the state "
+            "group by group."
+        )
+
+
+class Place(HostStruct):
+    """A leaf on disk: its type, with its sharding in host memory if that is known, and its identity.
+
+    To others it is the type of a leaf that belongs in host memory.
+
+    Attributes:
+      home: the ``jax_offload.disk`` that has it; two are never equal.
+      name: its name there.
+      rows: how many rows new files keep together; 0 for all.
+    """
+
+    __slots__ = ("home", "name", "rows")
+
+    def __init__(
+        self, home: Any, name: str, shape: tuple[int, ...], dtype: Any, sharding: Sharding | None = None, rows: int = 0
+    ) -> None:
+        super().__init__(shape, dtype, sharding=sharding)
+        self.home, self.name, self.rows = home, name, rows
+
+    def at(self, sharding: Sharding) -> Place:
+        return Place(self.home, self.name, self.shape, self.dtype, sharding, self.rows)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Place) and (self.home, self.name) == (other.home, other.name) and super().__eq__(other)
+
+    def __hash__(self) -> int:
+        return hash((self.name, super().__hash__()))
+
+    def __str__(self) -> str:
+        return f"{self.name}: {self.dtype}{list(self.shape)}"
+
+
+def _refusing(name: str) -> Callable[..., Any]:
+    """Make a method that raises the error for arithmetic on a leaf on disk outside an update."""
+
+    def refuse(self: Token | OnDisk, *args: Any, **kwargs: Any) -> Any:
+        place = self.place
+        raise TypeError(
+            f"disk: {place.name}, {place.dtype}{list(place.shape)}, is on disk, where only an update under jo.jit "
+            "computes with it. Fix: jo.to_device(part of the state) reads it to compute with, "
+            "numpy.asarray(leaf) to look at; args=jo.save_args(tree) saves it with orbax, and disk.commit(step, "
+            "tree) where it is."
+        )
+
+    refuse.__name__ = name
+    return refuse
+
+
+class _Typed:
+    """The attributes that tell the type of a leaf on disk."""
+
+    __slots__ = ("place",)
+    place: Place
+    shape = property(attrgetter("place.shape"))
+    dtype = property(attrgetter("place.dtype"))
+    ndim = property(attrgetter("place.ndim"))
+    size = property(attrgetter("place.size"))
+    nbytes = property(lambda self: nbytes(self.place))
+
+
+class Token(_Typed):
+    """The leaf that ``jax.tree.leaves`` returns for an array on disk, outside traces: the version of its state.
+
+    It has the leaf's shape and dtype, and nothing else that an array has. Whatever asks for values gets
+    a ``TypeError``: arithmetic, NumPy, jax's functions, programs other than a step that ``jax_offload.jit`` drives,
+    pickle and orbax.
+    """
+
+    __slots__ = ("version",)
+
+    def __init__(self, version: int, place: Place) -> None:
+        self.version, self.place = version, place
+
+    def __repr__(self) -> str:
+        return f"OnDisk({self.place}; jo.to_device reads it to compute with, jo.save_args saves it)"
+
+    __hash__ = object.__hash__
+
+
+# what computes with an array
+_OPERATORS = """add radd sub rsub mul rmul matmul rmatmul truediv rtruediv floordiv rfloordiv mod rmod pow rpow neg pos
+abs divmod rdivmod invert and rand or ror xor rxor lshift rshift lt le gt ge eq ne bool int float complex index len iter
+getitem jax_array array array_ufunc deepcopy copy reduce""".split()
+_PROPERTIES = "real imag T mT at".split()
+_METHODS = """astype view conj conjugate sum mean std var max min prod dot reshape ravel flatten transpose squeeze item
+tolist copy""".split()
+trace_as(Token, jax.typeof(np.zeros((), TOKEN)), _refusing("__array__"))
+
+
+@jax.tree_util.register_pytree_with_keys_class
+class OnDisk(_Typed):
+    """The placeholder of a leaf on disk in a state.
+
+    Its one child in the tree is a token, which changes with every update: using the state of an earlier step is an
+    error, because they have been overwritten. ``numpy.asarray(leaf)`` reads the leaf, ``jax_offload.to_device`` reads
+    it to compute with, and ``disk.commit`` and ``jax_offload.save_args`` save it. Arithmetic, pickle, plain orbax and
+    programs other than a step of ``jax_offload.jit`` raise errors.
+
+    Attributes:
+      token: the version of the state.
+      place: which leaf it is.
+    """
+
+    __slots__ = ("token",)
+
+    def __init__(self, token: Any, place: Place) -> None:
+        if isinstance(token, np.ndarray | np.generic | int) or (
+            isinstance(token, jax.Array) and not isinstance(token, Tracer)
+        ):
+            token = Token(int(token), place)
+        self.token, self.place = token, place
+
+    def tree_flatten_with_keys(self) -> tuple[tuple[tuple[Any, Any]], Place]:
+        return ((jax.tree_util.GetAttrKey("token"), self.token),), self.place
+
+    @classmethod
+    def tree_unflatten(cls, place: Place, children: tuple[Any]) -> Any:
+        (child,) = children
+        if isinstance(child, np.ndarray | jax.Array) and child.shape == place.shape and child.dtype == place.dtype:
+            return child  # something has read the leaf
+        return cls(child, place)
+
+    @property
+    def sharding(self) -> Sharding:
+        """The place of its values in host memory, on their way to the devices and back."""
+        return self.place.sharding
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray[Any, Any]:
+        found = self.read()
+        return found if dtype is None else found.astype(dtype)
+
+    def read(self, sharding: Sharding | None = None) -> Any:
+        """Read the leaf: whole, in NumPy, or as an array of a sharding that divides it between processes."""
+        if isinstance(self.token, Tracer):
+            raise ValueError(
+                f"disk: a step reads {self.place} outside its update; leaves on disk are read between steps. Fix: "
+                "read a part of the state that the step has returned, jo.to_device(optax.tree.get(state, 'mu'))."
+            )
+        return self.place.home.array(self.place.name, self.token, sharding)
+
+    def __reduce__(self) -> Any:
+        raise TypeError(
+            f"disk: {self!r} cannot be pickled or copied, as its values are in files. Fix: disk.commit(step, tree) "
+            "saves it where it is; numpy.asarray reads it."
+        )
+
+    def __repr__(self) -> str:
+        return f"OnDisk({self.place})"
+
+
+# Both refuse to compute. A leaf that is taken out of the state by name does what it defines, and can be looked at.
+_LOOKS = {f"__{name}__" for name in ("eq", "ne", "bool", "array_ufunc", "copy", "deepcopy")}
+for _class, _allowed in (Token, {*vars(Token)}), (OnDisk, {*vars(OnDisk)} | _LOOKS):
+    for _name in {*(f"__{name}__" for name in _OPERATORS), *_METHODS} - _allowed:
+        setattr(_class, _name, _refusing(_name))
+    for _name in _PROPERTIES:
+        setattr(_class, _name, property(_refusing(_name)))
+
+
+def is_on_disk(x: Any) -> bool:
+    return isinstance(x, OnDisk)
+
+
+def opened(state: Any) -> tuple[Any, Callable[[Any], Any]]:
+    """Read the leaves of a state that are on disk; return a function that writes the next state's."""
+    flat, _ = jax.tree_util.tree_flatten_with_path(state, is_leaf=is_on_disk)
+    places = {path: x.place for path, x in flat if is_on_disk(x)}
+    if not places:
+        return state, lambda new: new
+    read = jax.tree.map(lambda x: _read_leaf(x) if is_on_disk(x) else x, state, is_leaf=is_on_disk)
+
+    def closed(new: Any) -> Any:
+        after, treedef = jax.tree_util.tree_flatten_with_path(new)
+        if lost := places.keys() - {path for path, _ in after}:
+            raise ValueError(f"disk: the update drops {places[min(lost, key=str)].name} from the state, which is kept.")
+        leaves = [_write_leaf(places[path], x) if path in places else x for path, x in after]
+        return jax.tree.unflatten(treedef, leaves)
+
+    return read, closed
+
+
+def only_outside(x: jax.Array) -> jax.Array:
+    """Return ``x``, a leaf of a traced ``init`` that belongs in files: an error when the trace is lowered."""
+    why = "disk: tx.init makes files, and no program can. Fix: state = tx.init(params), outside of any jit; it makes "
+    return _CANNOT_LOWER.bind(x, why=f"{why}leaf after leaf.")[0]
+
+
+def not_from_disk(x: jax.Array) -> jax.Array:
+    """Return ``x``, a leaf that is kept on disk and reaches an update in device memory: an error when it is lowered."""
+    return _CANNOT_LOWER.bind(x, why=f"state: a leaf {IN_MEMORY}")[0]
+
+
+def _read_leaf(leaf: OnDisk) -> jax.Array:
+    if isinstance(leaf.token, Token):  # outside of any trace
+        raise UpdatedFromDisk
+    kind = jax.typeof(leaf.token)
+    if kind.dtype != TOKEN or kind.shape != ():
+        raise TypeError(
+            f"disk: the place of {leaf!r} holds {kind}, and not the token that stands for it: something has computed "
+            "with the state. Fix: hand the state on as the step returned it; numpy.asarray(leaf) reads a leaf."
+        )
+    return READ.bind(leaf.token, place=leaf.place)
+
+
+def _write_leaf(place: Place, x: Any) -> OnDisk:
+    if (x.shape, x.dtype) != (place.shape, place.dtype):
+        raise ValueError(
+            f"disk: the update makes {place.name} {x.dtype}{list(x.shape)}, and it is {place.dtype}{list(place.shape)} "
+            "on disk, where a leaf keeps its type. Fix: give gradients the parameters' dtype, jax.tree.map("
+            "lambda g, p: g.astype(p.dtype), grads, params); or keep the moments in float32 from the start, "
+            "jo.with_master_params(inner); or leave the leaf in memory, by min_bytes= or select=."
+        )
+    return OnDisk(WRITE.bind(x, place=place), place)
+
+
+def _refuse(*args: Any, **params: Any) -> Any:
+    raise UpdatedFromDisk
+
+
+def _raise(*args: Any, why: str) -> Any:
+    raise ValueError(why)
+
+
+IN_MEMORY = (
+    "is in memory, and this offload keeps it on disk. Fix: tx.init(params) makes it there, and disk.resume(target) "
+    "brings it back if it was made with this host_bytes; jo.to_host(tx, state) brings one of another there, with a "
+    "jo.disk(...) with its own directory."
+)
+READ, WRITE = Primitive("jax_offload_read"), Primitive("jax_offload_write")
+READ.def_impl(_refuse)
+WRITE.def_impl(_refuse)
+READ.def_abstract_eval(lambda token, place: jax.typeof(place))
+WRITE.def_abstract_eval(lambda x, place: jax.typeof(np.zeros((), TOKEN)))
+for _primitive in READ, WRITE:
+    set_rules(_primitive, lower=_refuse, jvp=_refuse, batch=_refuse)
+_CANNOT_LOWER = identity_primitive("jax_offload_cannot_lower", _raise)
+
+
+# ---- moves between steps: a few leaves in memory at a time -----------------------------------------------------------
+
+
+def check_in_memory(state: Any, what: str) -> None:
+    """Raise ``ValueError`` if a leaf of the state is on disk, as ``what`` takes leaves in memory."""
+    leaves = jax.tree.leaves(state, is_leaf=is_on_disk)
+    if found := [x for x in leaves if is_on_disk(x)]:
+        raise ValueError(
+            f"{what}: {len(found)} leaves of the state are on disk, the first is {found[0]!r}. Fix: jo.to_device(part) "
+            "reads a part of the state; jo.to_host(tx, state), with a tx without disk=, all of it."
+        )
+
+
+def read_into(
+    target: Sequence[Any], read: Callable[[Sequence[int]], Sequence[Any]], homes: Sequence[Any] = ()
+) -> list[Any]:
+    """Read leaves to where ``target`` says; those that belong on disk are read and written a few at a time.
+
+    Args:
+      target: the leaves' types.
+      read: returns the values of the leaves of these numbers, in place if they belong in memory.
+      homes: disks whose files are made even if no leaf belongs there.
+    """
+    places = {k: like for k, like in enumerate(target) if isinstance(like, Place)}
+    rest = [k for k in range(len(target)) if k not in places]
+    found = dict(zip(rest, read(rest), strict=True))
+    for home in dict.fromkeys([*homes, *(place.home for place in places.values())]):
+        mine = [k for k, place in places.items() if place.home is home]
+        values = (x for batch in _batches(mine, target) for x in read(batch))
+        found |= zip(mine, home.fill([places[k] for k in mine], values), strict=True)
+    return [found[k] for k in range(len(target))]
+
+
+def brought(leaves: Sequence[Any], target: Sequence[Any] | None) -> list[Any]:
+    """Move leaves from memory or disk to memory or disk, each to where ``target`` says; ``None`` in a trace."""
+    if target is None:
+        raise ValueError(
+            "state: is on disk, or goes there, and no program can move it. Fix: jo.to_host(tx, state) outside jit."
+        )
+
+    def moved(x: Any, like: Any) -> Any:
+        x = x.read(x.sharding) if is_on_disk(x) else x
+        return x if isinstance(like, Place) else jax.device_put(x, like.sharding)
+
+    def where(x: Any) -> Any:
+        place = x.place if is_on_disk(x) else x
+        return (place.home, place.name) if isinstance(place, Place) else None
+
+    if [*map(where, leaves)] == [*map(where, target)]:  # already in place, so no file changes
+        return [x if is_on_disk(x) else moved(x, like) for x, like in zip(leaves, target, strict=True)]
+    return read_into(target, lambda indices: [moved(leaves[k], target[k]) for k in indices])
+
+
+def _batches(indices: Sequence[int], target: Sequence[Any]) -> Iterator[list[int]]:
+    """Split leaves into batches of ``_BATCH`` bytes, and the rest of the last leaf of each."""
+    begins = itertools.accumulate((nbytes(target[k]) for k in indices), initial=0)
+    for _, batch in itertools.groupby(zip(indices, begins, strict=False), lambda each: each[1] // _BATCH):
+        yield [k for k, _ in batch]
+
+
 _TREE = "tree"  # the array that describes the others
 
-# ---- a leaf of the state -------------------------------------------------------------------------------------------
+# ---- a leaf in files -------------------------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)
@@ -139,7 +466,7 @@ def placed(what: str, parts: Parts, shape: tuple[int, ...], sharding: Sharding) 
     return gathered(parts, whole) if sharding.is_fully_addressable else assembled(parts, sharding, shape)
 
 
-# ---- the tree of a commit ------------------------------------------------------------------------------------------
+# ---- the tree of a commit --------------------------------------------------------------------------------------------
 
 
 def packed(tree: Any) -> tuple[dict[str, Any], dict[str, OnDisk]]:

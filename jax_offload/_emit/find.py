@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from jax_offload._disk.placeholder import READ
+from jax_offload._disk.leaves import READ
 from jax_offload._emit.region import REGION, Moved, Update
 from jax_offload._program.arrays import nbytes
 from jax_offload._program.jaxprs import ClosedJaxpr, Equation, Literal, holds, inner_of, variables

@@ -20,7 +20,7 @@ import numpy as np
 from jax.core import Tracer
 from jax.tree_util import keystr
 
-from jax_offload._disk.placeholder import not_from_disk
+from jax_offload._disk.leaves import not_from_disk
 from jax_offload._emit.find import holds_update, updates_in, without_updates
 from jax_offload._emit.region import Update, bound
 from jax_offload._program.arrays import is_array, is_like

@@ -15,7 +15,7 @@ from typing import Any
 import jax
 from jax.core import Tracer
 
-from jax_offload._disk.placeholder import UpdatedFromDisk
+from jax_offload._disk.leaves import UpdatedFromDisk
 from jax_offload._emit.rows import Names
 from jax_offload._emit.run import follow
 from jax_offload._program.donation import guarded

@@ -24,7 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, Sharding, SingleDeviceSharding
 
-from jax_offload._disk.processes import allgathered
+from jax_offload._disk.disk import allgathered
 from jax_offload._program.jaxprs import Jaxpr, Literal, jaxpr_of, jit, nameless, run_equation, values_of, with_jaxprs
 from jax_offload._program.memory import (
     DEVICE_KIND,

@@ -15,7 +15,7 @@ import numpy as np
 from jax.core import Tracer
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
-from jax_offload._disk.placeholder import Token
+from jax_offload._disk.leaves import Token
 from jax_offload._host import cores
 from jax_offload._host.cores import is_sent
 from jax_offload._host.kernel import OnePass, one_pass

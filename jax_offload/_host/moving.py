@@ -13,7 +13,7 @@ from typing import Any, cast
 
 from jax.sharding import Sharding, SingleDeviceSharding
 
-from jax_offload._disk.placeholder import IN_MEMORY, READ, WRITE, Ends, Place, Range
+from jax_offload._disk.leaves import IN_MEMORY, READ, WRITE, Ends, Place, Range
 from jax_offload._emit.find import holds_driven_update, is_update
 from jax_offload._emit.region import Update
 from jax_offload._host.stages import BEFORE, DRIVEN, Staged, Task, stands_in

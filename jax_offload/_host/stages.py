@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
-from jax_offload._disk.placeholder import Ends, Range
+from jax_offload._disk.leaves import Ends, Range
 from jax_offload._emit.find import holds_driven_update, holds_update, is_update
 from jax_offload._emit.region import Update
 from jax_offload._emit.rows import group_looped

@@ -14,7 +14,7 @@ import jax
 import optax
 from jax.sharding import NamedSharding
 
-from jax_offload._disk.placeholder import is_on_disk
+from jax_offload._disk.leaves import is_on_disk
 from jax_offload._emit.find import Found, updates_in
 from jax_offload._emit.region import Update
 from jax_offload._look.callables import may_be_step, opened, unwrapped

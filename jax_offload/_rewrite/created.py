@@ -14,7 +14,7 @@ import numpy as np
 import optax
 
 from jax_offload._disk.disk import Disk
-from jax_offload._disk.placeholder import Place, only_outside, read_into
+from jax_offload._disk.leaves import Place, only_outside, read_into
 from jax_offload._program.jaxprs import jaxpr_of, variables
 from jax_offload._program.program import flat, structure, without_round_trips
 from jax_offload._program.propagate import needed_for

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence, Set
 
-from jax_offload._disk.placeholder import READ
+from jax_offload._disk.leaves import READ
 from jax_offload._emit.find import holds_update
 from jax_offload._program.arrays import nbytes
 from jax_offload._program.donation import is_guard

@@ -10,7 +10,7 @@ from typing import Any
 
 import jax
 
-from jax_offload._disk.placeholder import READ, WRITE
+from jax_offload._disk.leaves import READ, WRITE
 from jax_offload._emit.find import holds_update, is_update
 from jax_offload._emit.hoisted import scanned
 from jax_offload._emit.region import Update, moved

@@ -12,7 +12,7 @@ import numpy as np
 import optax
 from jax.tree_util import keystr
 
-from jax_offload._disk.placeholder import is_on_disk
+from jax_offload._disk.leaves import is_on_disk
 from jax_offload._program import memory
 from jax_offload._program.donation import Home
 from jax_offload._program.memory import on_host

@@ -24,7 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_offload._disk.disk import Disk
-from jax_offload._disk.placeholder import is_on_disk, read_into
+from jax_offload._disk.leaves import is_on_disk, read_into
 from jax_offload._program import memory
 
 _NAME = "jax_offload"  # the name of our entry in orbax's custom metadata

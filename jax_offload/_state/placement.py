@@ -18,7 +18,7 @@ import numpy as np
 from jax.tree_util import keystr
 
 from jax_offload._disk.disk import Disk
-from jax_offload._disk.placeholder import Place
+from jax_offload._disk.leaves import Place
 from jax_offload._program.arrays import check_integer, is_array, is_like, nbytes, types_of
 from jax_offload._program.memory import DEFAULT_MIN_BYTES
 from jax_offload._program.own_primitives import mark

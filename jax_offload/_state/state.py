@@ -17,7 +17,7 @@ import optax
 from jax.core import Tracer
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
-from jax_offload._disk.placeholder import brought, check_in_memory, is_on_disk
+from jax_offload._disk.leaves import brought, check_in_memory, is_on_disk
 from jax_offload._program import memory
 from jax_offload._program.arrays import is_like
 from jax_offload._program.donation import guarded

@@ -17,7 +17,7 @@ from jax.core import Tracer
 from jax.sharding import Sharding
 from jax.tree_util import keystr
 
-from jax_offload._disk.placeholder import Token, is_on_disk
+from jax_offload._disk.leaves import Token, is_on_disk
 from jax_offload._emit.find import in_one_scan
 from jax_offload._host.driver import Driven, places_of
 from jax_offload._program.donation import guarded

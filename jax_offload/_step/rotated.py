@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding
 from jax.tree_util import keystr, tree_flatten_with_path
 
-from jax_offload._disk.placeholder import is_on_disk
+from jax_offload._disk.leaves import is_on_disk
 from jax_offload._emit.find import is_update
 from jax_offload._program.jaxprs import MATMULS, Equation, Var, holds, located, values_of, variables
 from jax_offload._program.memory import DEVICE_KIND, HOST_KIND, HostStruct, abstract, is_host_aval, on_host, with_kind
