@@ -26,7 +26,7 @@ from jax_offload._program.donation import Home, guarded
 from jax_offload._program.memory import DEFAULT_MIN_BYTES, loaded, on_host, stored
 from jax_offload._program.private import traces
 from jax_offload._program.shardings import Layouts, inside_shard_map, types_tell
-from jax_offload._rewrite.created import created, places_of, refused
+from jax_offload._rewrite.created import created, leaves_on, refused
 from jax_offload._schedule.options import Options, Order, merged
 from jax_offload._state import arguments
 from jax_offload._state.around import (
@@ -178,7 +178,7 @@ def offload(
             if around().runs:
                 warn_of_nothing(plan, policy)
                 return refused(state, plan)
-            return marked(state, plan, places_of(disk, plan, jax.tree.leaves(state)))
+            return marked(state, plan, leaves_on(disk, plan, jax.tree.leaves(state)))
 
         leaves = jax.tree.leaves(params)
         if not leaves or any(isinstance(x, Tracer) or not is_array(x) for x in leaves) or traces():

@@ -143,7 +143,7 @@ class Disk:
             commit's; or another process failed.
         """
         number, store = _number_of(step), self.store
-        store.check()  # or one of several processes might find the step due, and another not
+        self._check_commits()  # or one of several processes might find the step due, and another not
         last = store.step
         if not force and last is not None:
             if number < last:
@@ -156,7 +156,13 @@ class Disk:
                 return False
 
         def save() -> None:
-            committed(store, number, lambda: self._beside(tree), self._run)
+            arrays = everywhere(lambda: self._beside(tree), "disk.commit")
+            try:
+                everywhere(lambda: store.prepare(number, arrays, self._run), "disk.commit")
+                everywhere(store.swap, "disk.commit, its last part,")
+            except BaseException as error:  # which commit the disk has is unknown, so nothing more may be written
+                self._commit_failed = error
+                raise
             self._committed = self._version
 
         with ThreadPoolExecutor(1, "disk commit") as thread:  # Ctrl-C lets it end, as it reads the caller's arrays
@@ -189,7 +195,7 @@ class Disk:
           ValueError: there is no commit, it is damaged, or the target belongs to another run.
         """
         self._let_go()
-        self._began(store := open_last(self.directory))
+        self._began(store := last_store(self.directory))
         assert store.step is not None
         return unpacked(store.beside(), target, self.handle), store.step
 
@@ -197,7 +203,7 @@ class Disk:
         """Return the tree of the last commit where ``target`` says, in any memory or on another disk."""
         if self._opened is None:
             with contextlib.closing(Disk(self.directory)) as other:
-                other._began(open_last(self.directory))
+                other._began(last_store(self.directory))
                 return other.restored(target, step)
         if self.store.step is None or (step is not None and step != self.store.step):
             raise ValueError(f"step: the one commit of {self!r} is of step {self.store.step}; got step={step!r}.")
@@ -241,7 +247,7 @@ class Disk:
                 before = now
             self.wait()
 
-        self._began(created(self.directory, [entry for leaf in leaves for entry in entries_of(leaf)]))
+        self._began(new_store(self.directory, [entry for leaf in leaves for entry in entries_of(leaf)]))
         try:
             everywhere(write, "disk: making the files of a state")
         except BaseException:
@@ -255,6 +261,7 @@ class Disk:
         self._writing: dict[int, Future[None]] = {}  # entry of the store -> the task that writes it
         self._updating = False
         self._failed, self._known = "", ""  # the failure here, and the failure that all processes know
+        self._commit_failed: BaseException | None = None
         self._readers = ThreadPoolExecutor(_READERS, "jax_offload reads")
         self._writers = ThreadPoolExecutor(_WRITERS, "jax_offload writes")
         begin = [secrets.randbelow(VERSIONS), secrets.token_hex(8)]  # no version of a run before
@@ -377,6 +384,7 @@ class Disk:
         this one in the next step.
         """
         self.store  # noqa: B018
+        self._check_commits()
         why = self._known if several() else self._failed
         if why or self._updating:
             raise ValueError(
@@ -384,6 +392,16 @@ class Disk:
                 "and the files hold values of two steps. Nothing of the last commit is lost. Fix: disk.resume(target), "
                 "which goes back to it."
             )
+
+    def _check_commits(self) -> None:
+        """Raise ``ValueError`` where a commit has failed, as it does in all processes or in none."""
+        if self._commit_failed is not None:
+            step = self.store.step
+            raise ValueError(
+                f"the store in {str(self.directory)!r} stopped when a commit failed: {self._commit_failed} It is as of "
+                f"{'nothing' if step is None else f'step {step}'}: see to the cause and open it again, by "
+                "disk.resume(target)."
+            ) from self._commit_failed
 
     def _leaf(self, name: str) -> Stored:
         self.store  # noqa: B018
@@ -558,7 +576,7 @@ def last_of_all(directory: Path) -> Commit | None:
     )
 
 
-def created(directory: Path, entries: Sequence[Entry]) -> Store:
+def new_store(directory: Path, entries: Sequence[Entry]) -> Store:
     """Make an empty store of this process. ``ValueError`` where there is a commit."""
     if (last := last_of_all(directory)) is not None:
         raise ValueError(
@@ -568,7 +586,7 @@ def created(directory: Path, entries: Sequence[Entry]) -> Store:
     return everywhere(lambda: Store.create(own(directory), entries), "disk: making files", Store.close)
 
 
-def open_last(directory: Path) -> Store:
+def last_store(directory: Path) -> Store:
     """Open the store of this process at the last commit of all. ``ValueError`` where there is none."""
     if (last := last_of_all(directory)) is None:
         raise ValueError(
@@ -576,18 +594,3 @@ def open_last(directory: Path) -> Store:
             "tx.init(params) for a new one."
         )
     return everywhere(lambda: Store.open(own(directory), last), "disk: opening the last commit", Store.close)
-
-
-def committed(store: Store, step: int, beside: Callable[[], dict[str, Any]], run: str) -> None:
-    """Commit in all processes or in none, with the arrays beside the state.
-
-    Raises:
-      ValueError: it failed in another process.
-    """
-    arrays = everywhere(beside, "disk.commit")
-    try:
-        everywhere(lambda: store.prepare(step, arrays, run), "disk.commit")
-        everywhere(store.swap, "disk.commit, its last part,")
-    except BaseException as error:
-        store.stop(error)
-        raise

@@ -13,7 +13,6 @@ read and write different arrays at once.
 
 from __future__ import annotations
 
-import dataclasses
 import fcntl
 import json
 import math
@@ -96,7 +95,6 @@ class Store:
         self._reads, self._writes = (ThreadPoolExecutor(_THREADS, f"disk {way}") for way in ("reads", "writes"))
         self.buffers, self._staging, self._closing = Buffers(), Buffers(), closing
         self._next: Manifest | None = None
-        self._stopped: BaseException | None = None
         self._files: dict[str, File] = {}
         self._offsets, length = _laid_out(entries)
         for slot in _SLOTS:
@@ -187,12 +185,11 @@ class Store:
         entries = [self._last.state[k] if committed and self._last else self.entries[k] for k in keys]
         starts, length = _laid_out(entries)
         buffer = room(length)
-        whole = zip(keys, entries, starts, strict=True)
-        return [self._read("state", entry, self._offsets[k], buffer[start:]) for k, entry, start in whole]
+        each = zip(keys, entries, starts, strict=True)
+        return [self._read("state", entry, self._offsets[k], buffer[start:]) for k, entry, start in each]
 
     def write(self, arrays: Mapping[int, np.ndarray]) -> None:
         """Write new values of entries beside the committed ones. Raise ``OSError`` if the system cannot."""
-        self.check()
         for k, x in arrays.items():
             slot = 1 - self._last.state[k].slot if self._last else 0
             self.entries[k] = self._write("state", replace(self.entries[k], slot=slot), self._offsets[k], x)
@@ -220,7 +217,7 @@ class Store:
     def prepare(self, step: int, beside: dict[str, Any], run: str) -> None:
         """Bring all that was written, and ``beside``, to the disk: a commit that ``swap`` makes the last one.
 
-        An error leaves the last commit untouched, and stops all further writes.
+        An error leaves the last commit untouched.
 
         Args:
           step: the step of the commit.
@@ -228,42 +225,20 @@ class Store:
             written.
           run: identifies the run.
         """
-        self.check()
-        try:
-            slot = 1 - self._last.slot if self._last else 0
-            stored = self._write_beside(slot, beside)
-            changed = {*self.entries}.difference(self._last.state if self._last else ())
-            for name in (f"beside.{_SLOTS[slot]}", *sorted({f"state.{_SLOTS[entry.slot]}" for entry in changed})):
-                self._files[name].sync()
-            number = self._last.commit.number + 1 if self._last else 1
-            self._next = Manifest(Commit(number, run, step), tuple(self.entries), tuple(stored), slot)
-            _save(self._next, self.directory / NEXT)
-        except BaseException as error:
-            self.stop(error)
-            raise
+        slot = 1 - self._last.slot if self._last else 0
+        stored = self._write_beside(slot, beside)
+        changed = {*self.entries}.difference(self._last.state if self._last else ())
+        for name in (f"beside.{_SLOTS[slot]}", *sorted({f"state.{_SLOTS[entry.slot]}" for entry in changed})):
+            self._files[name].sync()
+        number = self._last.commit.number + 1 if self._last else 1
+        self._next = Manifest(Commit(number, run, step), tuple(self.entries), tuple(stored), slot)
+        _save(self._next, self.directory / NEXT)
 
     def swap(self) -> None:
-        """Make the prepared commit the last one. An error leaves the one before or this one."""
-        try:
-            os.replace(self.directory / NEXT, self.directory / NAME)
-            sync_directory(self.directory)
-            self._last, self._next = self._next, None
-        except BaseException as error:  # which of the two commits the disk has is unknown, so no slot may be written
-            self.stop(error)
-            raise
-
-    def stop(self, error: BaseException) -> None:
-        """Write nothing any more."""
-        self._stopped = self._stopped or error
-
-    def check(self) -> None:
-        """Raise ``ValueError`` where the store has stopped."""
-        if self._stopped is not None:
-            raise ValueError(
-                f"the store in {str(self.directory)!r} stopped when a commit failed: {self._stopped} "
-                f"It is as of {'nothing' if self.step is None else f'step {self.step}'}: see to the cause and open it "
-                "again, by disk.resume(target)."
-            ) from self._stopped
+        """Make the prepared commit the last one. After an error the disk has the one before or this one."""
+        os.replace(self.directory / NEXT, self.directory / NAME)
+        sync_directory(self.directory)
+        self._last, self._next = self._next, None
 
     def _write_beside(self, slot: int, beside: dict[str, Any]) -> list[Entry]:
         entries = [Entry(name, (x.nbytes,), "uint8", slot=slot) for name, x in beside.items()]
@@ -315,9 +290,8 @@ def _laid_out(entries: Iterable[Entry]) -> tuple[list[int], int]:
 
 
 def _save(manifest: Manifest, path: Path) -> None:
-    commit, state, beside, slot = (getattr(manifest, field.name) for field in dataclasses.fields(manifest))
-    rows = {"state": [*map(astuple, state)], "beside": [*map(astuple, beside)]}
-    body = {"format": _FORMAT, "commit": commit, "slot": slot, **rows}
+    state, beside = ([*map(astuple, entries)] for entries in (manifest.state, manifest.beside))
+    body = {"format": _FORMAT, "commit": manifest.commit, "slot": manifest.slot, "state": state, "beside": beside}
     swap_in(path, json.dumps({"manifest": body, "crc32": _checksum(body)}).encode())
 
 
@@ -348,8 +322,7 @@ def _load(path: Path) -> Manifest | None:
 
 
 def _entry(row: Sequence[Any]) -> Entry:
-    path, shape, dtype, begin, leaf_shape, rows, slot, checksums = row
-    return Entry(path, tuple(shape), dtype, tuple(begin), tuple(leaf_shape), rows, slot, tuple(checksums))
+    return Entry(*(tuple(x) if isinstance(x, list) else x for x in row))
 
 
 def manifests(directory: Path) -> tuple[Manifest | None, Manifest | None]:

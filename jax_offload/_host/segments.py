@@ -73,7 +73,7 @@ def arranged(step: Staged, *, may_be_cut: bool) -> Staged:
         ready.append(max((made_by.get(v, 0) for v in group.reads), default=0))
         made_by.update(dict.fromkeys(group.makes, ready[-1]))
     cuts = cuts_of(jaxpr, ready, *(FOR_DISK if on_disk else FOR_CORES))
-    segments = [Stage(BEFORE, (part,)) for part in parts_of(jaxpr, {*pass_.outputs}, cuts)]
+    segments = [Stage(BEFORE, (part,)) for part in divided(jaxpr, {*pass_.outputs}, cuts)]
     stages = [*_interleaved(segments, cuts, groups, ready), *rest[len(groups) :]] if on_disk else [*segments, *rest]
     return dataclasses.replace(step, stages=stages)
 
@@ -163,8 +163,8 @@ def cuts_of(jaxpr: Jaxpr, ready: Sequence[int], most: int, smallest: float) -> l
     return cuts
 
 
-def parts_of(jaxpr: Jaxpr, results: Set[Var], cuts: Sequence[int]) -> list[Slice]:
-    """Divide the equations at the cuts into programs of their own, each with the values that it computes again."""
+def divided(jaxpr: Jaxpr, results: Set[Var], cuts: Sequence[int]) -> list[Slice]:
+    """Divide the equations at the cuts into programs of their own, each with what it computes again."""
     eqns, given = jaxpr.eqns, {*jaxpr.invars}
     producer = {v: k for k, eqn in enumerate(eqns) for v in eqn.outvars}
     crossing: set[Var] = set()  # the values that later parts read

@@ -25,7 +25,7 @@ from jax_offload._state.around import described
 from jax_offload._state.placement import Leaf
 
 
-def places_of(given: Any, plan: Sequence[Leaf], leaves: Sequence[Any]) -> list[Place | None]:
+def leaves_on(given: Any, plan: Sequence[Leaf], leaves: Sequence[Any]) -> list[Place | None]:
     """Map each leaf of a state to its leaf on the disk; ``None`` for a leaf in memory."""
     together = Counter[Hashable]()  # bytes of a row, over all leaves of a parameter that have as many rows
     keys = [(row.path if row.owner is None else row.owner, row.shape[:1]) for row in plan]

@@ -161,11 +161,9 @@ def check_like(state: Any, expected: Any, fix: str, cause: Exception | None = No
             ) from cause
 
 
-def changes_shapes(before: Any, after: Any) -> bool:
-    """Return whether two equal trees have leaves of other shapes."""
-    if jax.tree.structure(before) != jax.tree.structure(after):
-        return False
-    return [np.shape(x) for x in jax.tree.leaves(before)] != [np.shape(x) for x in jax.tree.leaves(after)]
+def shapes_of(tree: Any) -> tuple[Any, list[tuple[int, ...]]]:
+    """Return the structure of a tree, and the shapes of its leaves."""
+    return jax.tree.structure(tree), [np.shape(x) for x in jax.tree.leaves(tree)]
 
 
 def arrived(home: Home, leaves: Sequence[Any], plan: Sequence[Leaf]) -> None:

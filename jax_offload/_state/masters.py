@@ -12,7 +12,7 @@ from jax import lax
 from jax_offload._program.arrays import Offloaded
 from jax_offload._program.memory import loaded, on_host
 from jax_offload._program.own_primitives import mark, mark_of
-from jax_offload._state.arguments import changes_shapes, check_gradients, check_inner, check_on_device, check_state
+from jax_offload._state.arguments import check_gradients, check_inner, check_on_device, check_state, shapes_of
 
 LANDING = "brings a parameter to its master"  # marks such an update in the trace
 
@@ -180,8 +180,7 @@ def checked_update(
         check_state(tx.init, state, like, error)
         check_gradients(updates, params, error)
         raise
-    other_tree = jax.tree.structure(after) != jax.tree.structure(state)
-    if other_tree or changes_shapes(state, after) or changes_shapes(like, new):
+    if shapes_of(after) != shapes_of(state) or shapes_of(new) != shapes_of(like):
         check_state(tx.init, state, like, None)
     _check_last_word(new, state)
     return new, after
