@@ -322,7 +322,8 @@ def _load(path: Path) -> Manifest | None:
 
 
 def _entry(row: Sequence[Any]) -> Entry:
-    return Entry(*(tuple(x) if isinstance(x, list) else x for x in row))
+    path, shape, dtype, begin, leaf_shape, rows, slot, checksums = row
+    return Entry(path, tuple(shape), dtype, tuple(begin), tuple(leaf_shape), rows, slot, tuple(checksums))
 
 
 def manifests(directory: Path) -> tuple[Manifest | None, Manifest | None]:
