@@ -340,8 +340,13 @@ class Disk:
         return [(box, x) for (_, box), x in zip(found, arrays, strict=True)]
 
     def put(self, name: str, x: jax.Array, rows: Range | None = None) -> Future[None]:
-        """Start to write a leaf's next value, or some ranges of it, once it has been computed."""
+        """Start to write a leaf's next value, or some ranges of it, once it has been computed.
+
+        Raises:
+          ValueError: a commit has failed. What was written before can still be read.
+        """
         found = self._leaf(name).within(rows)
+        self._check_commits()
         self._updating = True
         before = [self._writing[k] for k, _ in found if k in self._writing]  # of a leaf that no update reads
         value = [x]  # the task would keep the array alive for a moment after its end
@@ -384,7 +389,6 @@ class Disk:
         this one in the next step.
         """
         self.store  # noqa: B018
-        self._check_commits()
         why = self._known if several() else self._failed
         if why or self._updating:
             raise ValueError(
