@@ -19,7 +19,7 @@ from jax_offload._disk.leaves import Token
 from jax_offload._host import cores
 from jax_offload._host.cores import is_sent
 from jax_offload._host.kernel import OnePass, one_pass
-from jax_offload._host.moving import Moves, files_of
+from jax_offload._host.moving import Moves, beside, bytes_of, files_of
 from jax_offload._host.segments import arranged, in_turn, sending_rows
 from jax_offload._host.stages import BEFORE, Staged, Task, staged, tasks_of
 from jax_offload._program.donation import guarded
@@ -253,7 +253,7 @@ class _Values:
     def __init__(self, step: Driven, given: dict[Var, Any]) -> None:
         self.here, self._there, self._step, self._moves = given, dict[Var, Any](), step, step.moves
         self._reading: dict[Var, Future[jax.Array]] = {}
-        self._writing: deque[list[Future[None]]] = deque()
+        self._writing: deque[tuple[int, list[Future[None]]]] = deque()  # groups with their bytes
         for token, leaf in self._moves.what.reads.values():
             leaf.home.check(token.val if isinstance(token, Literal) else given[token])
 
@@ -270,9 +270,9 @@ class _Values:
                 self._there[v] = cores.sent(self.here[v])
 
     def operands(self, number: int, task: Task) -> list[Any]:
-        """Return a task's operands. Files are read ahead of it, once the writes that it waits for have ended."""
-        while len(self._writing) > self._moves.waiting[number]:
-            for writing in self._writing.popleft():
+        """Return a task's operands. Files are read ahead, once older writes have ended; the pass waits for none."""
+        while task.name != BEFORE and len(self._writing) > beside(size for size, _ in reversed(self._writing)):
+            for writing in self._writing.popleft()[1]:
                 writing.exception()  # which is said when the step ends: other processes are in it too
         for v in self._moves.ahead[number]:
             leaf, rows = self._moves.reads[v]
@@ -306,7 +306,8 @@ class _Values:
                 x.delete()
         due = self._moves.due[number]
         if parts := [(v, *part) for v in due for part in self._moves.writes[v]]:
-            self._writing.append([leaf.home.put(leaf.name, self.here[v], rows) for v, leaf, rows in parts])
+            writing = [leaf.home.put(leaf.name, self.here[v], rows) for v, leaf, rows in parts]
+            self._writing.append((bytes_of(due), writing))
         for v in {*due}.difference(variables(self._moves.what.outputs)):
             del self.here[v]
 

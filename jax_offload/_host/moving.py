@@ -16,7 +16,7 @@ from jax.sharding import Sharding, SingleDeviceSharding
 from jax_offload._disk.leaves import IN_MEMORY, READ, WRITE, Ends, Place, Range
 from jax_offload._emit.find import holds_driven_update, is_update
 from jax_offload._emit.region import Update
-from jax_offload._host.stages import BEFORE, DRIVEN, Staged, Task, stands_in
+from jax_offload._host.stages import DRIVEN, Staged, Task, stands_in
 from jax_offload._program.arrays import nbytes
 from jax_offload._program.jaxprs import Atom, Equation, Var, holds_inside, variables
 from jax_offload._program.memory import HOST_KIND
@@ -184,7 +184,6 @@ class Moves:
       writes: variable -> the parts of leaves that are its values.
       now: for each task, what it reads.
       ahead: for each task, the leaves to start reading, for itself and for the next tasks that use files.
-      waiting: for each task, how many groups of writes may be under way beside it; the pass waits for none.
       due: for each task, the results that can be written after it.
     """
 
@@ -199,17 +198,14 @@ class Moves:
                 self.writes.setdefault(w, []).append((leaf, rows))
         self.now = [[v for v in task.inputs if v in self.reads] for task in tasks]
         self.due = self._when_written(tasks)
-        self.ahead, self.waiting = list[list[Var]](), list[int]()
-        begun, written = set[Var](), list[int]()
-        for k, task in enumerate(tasks):
-            now, following = self.now[k], [*itertools.islice(filter(None, self.now[k + 1 :]), DEPTH)]
-            if not now and not written and following:  # the nearest one is needed first
+        self.ahead, begun = list[list[Var]](), set[Var]()
+        for k, now in enumerate(self.now):
+            following = [*itertools.islice(filter(None, self.now[k + 1 :]), DEPTH)]
+            if not now and not any(self.due[:k]) and following:  # the nearest one is needed first
                 now, *following = following
-            wanted = itertools.chain(now, *following[: _beside(map(_bytes_of, following))])
+            wanted = itertools.chain(now, *following[: beside(map(bytes_of, following))])
             self.ahead.append([v for v in dict.fromkeys(wanted) if v not in begun])
             begun = begun.union(self.ahead[k]).difference(self.now[k])  # a leaf that is read again is fetched again
-            self.waiting.append(len(written) if task.name == BEFORE else _beside(reversed(written)))
-            written += [_bytes_of(self.due[k])] if self.due[k] else []
 
     def _when_written(self, tasks: Sequence[Task]) -> list[list[Var]]:
         """Return the results that each task releases for writing: they exist, and no later task reads them or
@@ -230,10 +226,10 @@ def _meet(a: Range | None, b: Range | None) -> bool:
     return a is None or b is None or (a[0] < b[1] and b[0] < a[1])
 
 
-def _beside(sizes: Iterable[int]) -> int:
+def beside(sizes: Iterable[int]) -> int:
     """Return how many groups of these sizes, the nearest first, may be under way beside the current one."""
     return sum(total <= AT_ONCE for total in itertools.accumulate(itertools.islice(sizes, DEPTH)))
 
 
-def _bytes_of(leaves: Iterable[Var]) -> int:
+def bytes_of(leaves: Iterable[Var]) -> int:
     return sum(nbytes(v.aval) for v in leaves)
