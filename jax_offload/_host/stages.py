@@ -13,6 +13,7 @@ from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence, Set
 from itertools import pairwise
 from typing import Any
 
+import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
@@ -190,7 +191,8 @@ class Staged:
             n, rows = end - begin, (begin, end)
             before = [v for v in s.outputs if v in now]
             given = {v: self._part(v, how.shards, rows) if is_host_aval(v.aval) else now[v] for v in s.inputs}
-            operands = [self._start(begin), *given.values(), *(now[v] for v in before)]
+            start = self.starts.setdefault(begin, Var(jax.typeof(np.int32(begin))))
+            operands = [start, *given.values(), *(now[v] for v in before)]
             results = list[Var]()
             for v, of in zip(s.outputs, into, strict=True):
                 if is_host_aval(v.aval):
@@ -210,12 +212,6 @@ class Staged:
         found = Var(of.aval.update(shape=shape))
         self.parts.setdefault(of, []).append((found, rows))
         return found
-
-    def _start(self, begin: int) -> Var:
-        if begin not in self.starts:
-            traced, _ = jaxpr_of(lambda x: x, np.int32(begin))
-            self.starts[begin] = Var(traced.jaxpr.invars[0].aval)
-        return self.starts[begin]
 
     def _slice_by(
         self, run: Callable[..., Any], inputs: Sequence[Atom], outputs: Sequence[Var], kind: Hashable
@@ -288,15 +284,11 @@ def _shares(update: Update) -> tuple[Update, Sequence[Schedule]]:
     """Divide an update into the device's part, and the passes of the cores' part, by its plan."""
     cores = {v for p in update.planned if p.on_cores for v in p.slice.outputs}
     of_cores = [v in cores for v in update.program.outputs]
-    silent = [eqn for eqn in update.program.eqns if not eqn.effects or any(map(_is_read, eqn.outvars))]
+    silent = [e for e in update.program.eqns if not (e.effects and all(isinstance(v, DropVar) for v in e.outvars))]
     quiet = dataclasses.replace(update, program=dataclasses.replace(update.program, eqns=silent))
     _, device = quiet.only([not own for own in of_cores])  # the cores' part calls back
     _, host = update.only(of_cores)
     return device.updated_by(cores=False), host.updated_by(cores=True).passes
-
-
-def _is_read(v: Var) -> bool:
-    return not isinstance(v, DropVar)
 
 
 def _made_once(cores: Schedule, device: Update) -> tuple[Schedule, Update]:
@@ -397,8 +389,8 @@ def tasks_of(step: Staged, donated: Set[Var]) -> list[Task]:
         defined = [v for v in stage.makes if v in results or last.get(v, -1) > k]
         inputs, defined = _side_by_side(stage.reads, defined, step.next_of)
         over = [v for v in inputs if last[v] == k and v not in results]
-        sent = {v for v in defined if v in by_cores and is_sent(v.aval) and not is_host_aval(v.aval)}
-        down = [v for v in defined if v in sent] if stage.name not in (CORES, INNER) else []
+        sent = [v for v in defined if v in by_cores and is_sent(v.aval) and not is_host_aval(v.aval)]
+        down = [] if stage.name in (CORES, INNER) else sent
         outputs = [v for v in defined if v in by_device or v not in down]
         up = [v for v in defined if v in by_device] if stage.on_cores else []
         free = frozenset(over) - others
