@@ -29,23 +29,9 @@ import jax
 import numpy as np
 from jax.sharding import Sharding
 
+from jax_offload._disk import leaves as on_disk
 from jax_offload._disk.files import pages
-from jax_offload._disk.leaves import (
-    TOKEN,
-    VERSIONS,
-    Ends,
-    OnDisk,
-    Place,
-    Range,
-    Stored,
-    Token,
-    check_covered,
-    entries_of,
-    packed,
-    placed,
-    stored_in,
-    unpacked,
-)
+from jax_offload._disk.leaves import TOKEN, VERSIONS, Ends, OnDisk, Place, Range, Stored, Token
 from jax_offload._disk.store import NAME, Commit, Entry, Room, Store, manifests
 from jax_offload._program import shardings
 from jax_offload._program.arrays import check_integer
@@ -172,7 +158,7 @@ class Disk:
     def _beside(self, tree: Any) -> dict[str, Any]:
         """Return the arrays of a commit that are not on disk, after the leaves on disk have been written."""
         self._check_whole()
-        beside, found = packed(tree)
+        beside, found = on_disk.packed(tree)
         for leaf in found.values():
             if leaf.place.home is not self:
                 raise ValueError(f"tree: {leaf!r} is in {leaf.place.home!r}, and not in {self!r}.")
@@ -197,7 +183,7 @@ class Disk:
         self._let_go()
         self._began(store := last_store(self.directory))
         assert store.step is not None
-        return unpacked(store.beside(), target, self.handle), store.step
+        return on_disk.unpacked(store.beside(), target, self.handle), store.step
 
     def restored(self, target: Any, step: int | None) -> Any:
         """Return the tree of the last commit where ``target`` says, in any memory or on another disk."""
@@ -210,9 +196,9 @@ class Disk:
 
         def found(name: str, sharding: Sharding) -> Any:
             leaf = self._leaf(name)
-            return placed(name, self._parts(leaf, committed=True), leaf.shape, sharding)
+            return on_disk.placed(name, self._parts(leaf, committed=True), leaf.shape, sharding)
 
-        return unpacked(self.store.beside(), target, found, lands=True)
+        return on_disk.unpacked(self.store.beside(), target, found, lands=True)
 
     # ---- open and close --------------------------------------------------------------------------------------------
 
@@ -247,7 +233,7 @@ class Disk:
                 before = now
             self.wait()
 
-        self._began(new_store(self.directory, [entry for leaf in leaves for entry in entries_of(leaf)]))
+        self._began(new_store(self.directory, [entry for leaf in leaves for entry in on_disk.entries_of(leaf)]))
         try:
             everywhere(write, "disk: making the files of a state")
         except BaseException:
@@ -257,7 +243,7 @@ class Disk:
         return [self.handle(each.name, each.sharding) for each in leaves]
 
     def _began(self, store: Store) -> None:
-        self._opened, self._leaves = store, stored_in(store.entries)
+        self._opened, self._leaves = store, on_disk.stored_in(store.entries)
         self._writing: dict[int, Future[None]] = {}  # entry of the store -> the task that writes it
         self._updating = False
         self._failed, self._known = "", ""  # the failure here, and the failure that all processes know
@@ -293,8 +279,8 @@ class Disk:
         """Return the placeholder of a leaf in a state of this version. ``sharding``: its place in host memory."""
         leaf = self._leaf(name)
         own = shardings.boxes_of(sharding, leaf.shape)
-        check_covered(name, own, leaf.boxes)  # so that this process can read it,
-        check_covered(name, leaf.boxes, own)  # and writes all of its part
+        on_disk.check_covered(name, own, leaf.boxes)  # so that this process can read it,
+        on_disk.check_covered(name, leaf.boxes, own)  # and writes all of its part
         return OnDisk(self._version, Place(self, name, leaf.shape, leaf.dtype, sharding))
 
     def ends(self, name: str) -> Ends:

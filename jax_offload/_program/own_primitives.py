@@ -11,13 +11,7 @@ import jax
 from jax.extend.core import Primitive
 
 from jax_offload._program.jaxprs import ClosedJaxpr, Equation, Jaxpr, Var, jax_fun, jaxpr_of, jit
-from jax_offload._program.private import (
-    equation_of,
-    lowered,
-    nonzero,
-    set_rules,
-    zero_tangent,
-)
+from jax_offload._program.private import equation_of, lowered, nonzero, set_rules, zero_tangent
 
 # ---- a primitive with a lowering of its own, and a primitive that becomes equations
 

@@ -18,7 +18,7 @@ from jax_offload._program.donation import Home
 from jax_offload._program.memory import on_host
 from jax_offload._program.paths import leaves_with_paths, names_of
 from jax_offload._program.trace import was_on_host
-from jax_offload._state.around import around
+from jax_offload._state.around import facts
 from jax_offload._state.placement import Leaf
 
 _ORDER = "The order is tx.update(updates, state, params), and jo.update_params(tx, grads, state, params)."
@@ -174,7 +174,7 @@ def arrived(home: Home, leaves: Sequence[Any], plan: Sequence[Leaf]) -> None:
     home.updates()
     at_home = [(x, leaf) for x, leaf in zip(leaves, plan, strict=True) if leaf.host and isinstance(x, jax.Array)]
     away = [(x, leaf) for x, leaf in at_home if not on_host(x)]
-    if not around().runs:
+    if not facts().runs:
         return
     if at_home and not away:
         home.reached = True

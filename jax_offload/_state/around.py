@@ -65,7 +65,7 @@ class Around:
 _AROUND: contextvars.ContextVar[Around] = contextvars.ContextVar("jax_offload_around", default=Around())  # noqa: B039
 
 
-def around() -> Around:
+def facts() -> Around:
     """Return the facts about the current trace."""
     return _AROUND.get()
 
