@@ -26,12 +26,11 @@ from jax_offload._program.donation import Home, guarded
 from jax_offload._program.memory import DEFAULT_MIN_BYTES, loaded, on_host, stored
 from jax_offload._program.private import traces
 from jax_offload._program.shardings import Layouts, inside_shard_map, types_tell
-from jax_offload._rewrite.created import created, leaves_on, refused
 from jax_offload._schedule.options import Options, Order, merged
 from jax_offload._state import arguments, around
 from jax_offload._state.masters import checked_update
 from jax_offload._state.placement import Policy, Select, marked, place, place_next, warn_of_nothing
-from jax_offload._state.state import described_state
+from jax_offload._state.state import created, described_state, refused
 from jax_offload._state.storage import adopted, rules_of, warn_of_unstored, with_storage
 from jax_offload._state.zero import check_not_manual, check_typed, partitions, resharded, resharded_state
 
@@ -158,7 +157,7 @@ def offload(
             if around.facts().runs:
                 warn_of_nothing(plan, policy)
                 return refused(state, plan)
-            return marked(state, plan, leaves_on(disk, plan, jax.tree.leaves(state)))
+            return marked(state, plan, disk)
 
         leaves = jax.tree.leaves(params)
         if not leaves or any(isinstance(x, Tracer) or not is_array(x) for x in leaves) or traces():

@@ -22,7 +22,7 @@ from jax_offload._host.kernel import OnePass, one_pass
 from jax_offload._host.moving import Moves, beside, bytes_of, files_of
 from jax_offload._host.segments import arranged, in_turn, sending_rows
 from jax_offload._host.stages import BEFORE, Staged, Task, staged, tasks_of
-from jax_offload._program.donation import guarded
+from jax_offload._program.donation import guarded, unguarded
 from jax_offload._program.jaxprs import (
     ClosedJaxpr,
     Equation,
@@ -47,7 +47,6 @@ from jax_offload._program.private import without_dead_code
 from jax_offload._program.program import flat, numbered, structure
 from jax_offload._program.propagate import Node
 from jax_offload._rewrite.checked import check_order, tell
-from jax_offload._rewrite.cut import unguarded
 from jax_offload._rewrite.rewritten import is_driven
 
 Jit = Callable[..., Any]

@@ -26,6 +26,7 @@ from jax_offload._program import memory
 from jax_offload._program.jaxprs import Equation
 from jax_offload._program.own_primitives import identity_primitive
 from jax_offload._program.private import results_of_main, take_back_aliases
+from jax_offload._program.program import Program, rebuilt
 
 
 def _lower(context: Any, *values: Any, names: tuple[str, ...], home: Home, where: str) -> list[Any]:
@@ -39,6 +40,12 @@ _guard = identity_primitive("jax_offload_donation", _lower)
 
 def is_guard(eqn: Equation) -> bool:
     return eqn.primitive is _guard
+
+
+def unguarded(program: Program) -> Program:
+    """The program without its donation guards, because whoever jits its parts adds guards again."""
+    guards = any(map(is_guard, program.eqns))
+    return rebuilt(program, lambda _, eqn, ins: ins if is_guard(eqn) else None) if guards else program
 
 
 def guarded(

@@ -12,11 +12,11 @@ from typing import NamedTuple
 
 from jax_offload._emit.find import holds_update, is_update
 from jax_offload._emit.region import Update
+from jax_offload._program.donation import unguarded
 from jax_offload._program.jaxprs import Atom, Var, variables
 from jax_offload._program.memory import is_host_aval
 from jax_offload._program.program import Program
 from jax_offload._program.propagate import Node, made_of, needed_for
-from jax_offload._rewrite.cut import unguarded
 from jax_offload._schedule.transfers import same_type
 
 # ---- a step as written: if it does not return the results of an update, that is probably a mistake

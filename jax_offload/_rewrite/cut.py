@@ -12,9 +12,9 @@ from collections.abc import Sequence, Set
 from jax_offload._disk.leaves import READ
 from jax_offload._emit.find import holds_update
 from jax_offload._program.arrays import nbytes
-from jax_offload._program.donation import is_guard
+from jax_offload._program.donation import unguarded
 from jax_offload._program.jaxprs import Equation, ordered, variables
-from jax_offload._program.program import Program, Var, rebuilt
+from jax_offload._program.program import Program, Var
 from jax_offload._program.propagate import made_of, needed_for
 from jax_offload._program.slices import Slice, consecutive
 
@@ -74,12 +74,6 @@ def cut_step(program: Program) -> Cut:
         parts[place].append(eqn)
 
     return Cut(program, *consecutive(parts, program.outputs, program.debug_info, {}))
-
-
-def unguarded(program: Program) -> Program:
-    """The program without its donation guards, because whoever jits its parts adds guards again."""
-    guards = any(map(is_guard, program.eqns))
-    return rebuilt(program, lambda _, eqn, ins: ins if is_guard(eqn) else None) if guards else program
 
 
 def _constants_where_used(program: Program, places: Sequence[int]) -> list[int]:

@@ -6,11 +6,11 @@ from collections.abc import Mapping, Sequence
 
 from jax_offload._emit.find import is_update
 from jax_offload._emit.region import Update
+from jax_offload._program.donation import unguarded
 from jax_offload._program.jaxprs import Equation, Literal, Var, inner_of
 from jax_offload._program.primitives import ELEMENTWISE
 from jax_offload._program.program import Program
 from jax_offload._program.propagate import Facts, Mask, union
-from jax_offload._rewrite.cut import unguarded
 
 UPDATED: Mask = 1
 """The bit for an update's results; callers number the arguments with the other bits."""

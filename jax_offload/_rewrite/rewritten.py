@@ -17,6 +17,7 @@ from jax_offload._emit.region import Update, moved
 from jax_offload._emit.rows import or_batched
 from jax_offload._emit.run import SliceRunner
 from jax_offload._program.barriers import gate_equation
+from jax_offload._program.donation import unguarded
 from jax_offload._program.jaxprs import (
     Atom,
     ClosedJaxpr,
@@ -52,7 +53,6 @@ from jax_offload._program.propagate import Node, needed_for
 from jax_offload._program.slices import Slice, slice_of
 from jax_offload._rewrite.canonical import canonical, inside_shard_maps, made_cheaply
 from jax_offload._rewrite.checked import CannotRewrite, check_order, same_memory, tell, unreturned
-from jax_offload._rewrite.cut import unguarded
 from jax_offload._rewrite.inlined import Inlined, equation_of
 from jax_offload._rewrite.parts import Parts, decided, parts_of
 from jax_offload._schedule.in_scan import InScan

@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import warnings
+from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from pathlib import PurePath
 from typing import Any
@@ -24,6 +25,7 @@ from jax_offload._program.memory import DEFAULT_MIN_BYTES
 from jax_offload._program.own_primitives import mark
 from jax_offload._program.paths import leaves_with_paths, matches, names_of, owners
 from jax_offload._schedule.options import Order, backward_ranks
+from jax_offload._schedule.transfers import rows_in_part
 
 Select = Any  # None | bool prefix tree | Callable[[str, ShapeDtypeStruct], bool] | str | Sequence[str]
 Governing = tuple[int, Any] | None  # the subtree or rule that governs a parameter, and its value
@@ -126,18 +128,24 @@ def place_next(policy: Policy, state: Any, plan: list[Leaf], after: Any, params:
     return plan if same else place(policy, after, params)
 
 
-def marked(state: Any, plan: Sequence[Leaf], places: Sequence[Place | None]) -> Any:
-    """Mark each leaf of ``state`` in the trace with its row of the table.
+def marked(state: Any, plan: Sequence[Leaf], disk: Disk | None) -> Any:
+    """Mark each leaf of ``state`` in the trace with its row of the table, and its place on the disk if it is there.
 
     Chains and wrappers pass leaves on untouched, so the table finds the marks whatever is around an ``offload``.
     """
-    rows = zip(plan, places, strict=True)
+    together = Counter[Hashable]()  # bytes of a row, over all leaves of a parameter that have as many rows
+    keys = [(leaf.path if leaf.owner is None else leaf.owner, leaf.shape[:1]) for leaf in plan]
+    for key, leaf in zip(keys, plan, strict=True):
+        together[key] += leaf.nbytes // max(1, leaf.shape[0]) if leaf.disk else 0
 
-    def one(x: Any) -> Any:
-        leaf, place = next(rows)
-        return mark(x, dataclasses.replace(leaf, place=place)) if is_array(x) else x
+    def one(x: Any, leaf: Leaf, key: Hashable) -> Any:
+        if leaf.disk:
+            rows = rows_in_part(together[key], x.ndim, x.shape[0])
+            leaf = dataclasses.replace(leaf, place=Place(disk, leaf.path, tuple(x.shape), np.dtype(x.dtype), rows=rows))
+        return mark(x, leaf) if is_array(x) else x
 
-    return jax.tree.map(one, state)
+    leaves, treedef = jax.tree.flatten(state)
+    return jax.tree.unflatten(treedef, map(one, leaves, plan, keys))
 
 
 def warn_of_nothing(plan: Sequence[Leaf], policy: Policy) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import jax
@@ -17,14 +18,18 @@ import optax
 from jax.core import Tracer
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
-from jax_offload._disk.leaves import brought, check_in_memory, is_on_disk
+from jax_offload._disk.disk import Disk
+from jax_offload._disk.leaves import brought, check_in_memory, is_on_disk, only_outside, read_into
 from jax_offload._program import memory
 from jax_offload._program.arrays import is_like
-from jax_offload._program.donation import guarded
-from jax_offload._program.jaxprs import Literal, jaxpr_of
+from jax_offload._program.donation import guarded, unguarded
+from jax_offload._program.jaxprs import Literal, jaxpr_of, variables
 from jax_offload._program.own_primitives import marks_in
 from jax_offload._program.paths import leaves_with_paths, owners
+from jax_offload._program.program import flat, structure, without_round_trips
+from jax_offload._program.propagate import needed_for
 from jax_offload._program.shardings import is_explicit, sharding_of, shards_of, typed_sharding, without_axes
+from jax_offload._program.slices import slice_of
 from jax_offload._state import storage
 from jax_offload._state.arguments import AROUND, check_like, check_transformation
 from jax_offload._state.around import described
@@ -350,3 +355,35 @@ def _sharding(param: Any) -> Sharding:
     traced = isinstance(param, Tracer)
     loose = isinstance(param, jax.Array) and not traced and not param.committed and memory.mesh_is_set()
     return memory.ambient_sharding() if placed is None or loose else placed
+
+
+# ---- a state on disk, made leaf by leaf, so that the whole of it is never in memory
+
+
+def refused(state: Any, plan: Sequence[Leaf]) -> Any:
+    """Make each leaf of a traced ``init`` that belongs in files an error when it is lowered: no program makes files."""
+    rows = iter(plan)
+    return jax.tree.map(lambda x: only_outside(x) if next(rows).disk else x, state)
+
+
+def created(disk: Disk, create: Callable[[Any], Any], params: Any, target: Any) -> optax.OptState:
+    """Return ``create(params)``, each leaf made by itself, where ``target``, a tree of types, says.
+
+    Leaves that are alike share a program.
+    """
+    with described(params):
+        traced, _ = jaxpr_of(create, params)
+    init = unguarded(without_round_trips(flat(traced)))
+    values = dict(zip(init.inputs, [*init.consts, *jax.tree.leaves(params)], strict=True))
+    targets, treedef = jax.tree.flatten(target)
+    compiled = dict[Hashable, Any]()
+
+    def made(k: int) -> Any:
+        eqns, _ = needed_for(init.eqns, variables(init.outputs[k : k + 1]))
+        s = slice_of(eqns, init.outputs[k : k + 1], init.debug_info, {})  # pyright: ignore[reportArgumentType]
+        key = structure(s.jaxpr), targets[k].sharding
+        if key not in compiled:
+            compiled[key] = jax.jit(s.run, out_shardings=[targets[k].sharding])
+        return compiled[key](*(values[v] for v in s.inputs))[0]
+
+    return jax.tree.unflatten(treedef, read_into(targets, lambda indices: [*map(made, indices)], [disk]))
