@@ -37,8 +37,8 @@ from jax_offload._program import shardings
 from jax_offload._program.arrays import check_integer
 from jax_offload._program.shardings import Parts
 
-_BYTES = 4096  # that each says: one program for all that is told
-_LETTERS = 600  # of an error, six bytes each at most
+_BYTES = 4096  # the size of each process's message: one size, so that one program sends all
+_LETTERS = 600  # the longest error in a message; a letter takes six bytes at most
 T = TypeVar("T")
 _READERS, _WRITERS = 2, 4  # leaves of a few MiB were written faster by four threads than by two, and read no faster
 
@@ -329,7 +329,7 @@ class Disk:
         """Start to write a leaf's next value, or some ranges of it, once it has been computed.
 
         Raises:
-          ValueError: a commit has failed. What was written before can still be read.
+          ValueError: a commit has failed. Values written before can still be read.
         """
         found = self._leaf(name).within(rows)
         self._check_commits()
@@ -479,7 +479,7 @@ def _check_leaves(leaves: Sequence[Place]) -> None:
             )
 
 
-# ---- what the processes of a run agree on; all of them must ask, in the same order -----------------------------------
+# ---- agreement between the processes of a run: all of them ask, in the same order ------------------------------------
 
 
 def several() -> bool:

@@ -172,7 +172,7 @@ def test_a_commit_that_fails(run, of, file):
     run.files.fault = no_fault
     with pytest.raises(ValueError, match=r"stopped when a commit failed: .*It is as of step \d: .*disk\.resume"):
         run.commit(6, params, state)  # the disk is well again, and the store does not go on
-    run.values(params, state)  # which can still be read, to be saved elsewhere
+    run.values(params, state)  # the state can still be read, and saved elsewhere
     with pytest.raises(ValueError, match="stopped when a commit failed"):
         run.commit(6, *run.trained(params, state))
     there = jo.restore(run.disk, {"params": model(), "state": jo.abstract_state(jo.offload(optax.adamw(1)), model())})
