@@ -23,8 +23,7 @@ from jax.experimental import topologies
 from jax.tree_util import tree_flatten_with_path
 
 from jax_offload._disk.leaves import TOKEN, OnDisk, Place, is_on_disk
-from jax_offload._emit.find import holds_driven_update, kept_on_host, updates_in
-from jax_offload._emit.region import Update
+from jax_offload._emit.find import holds_driven_update, kept_on_host
 from jax_offload._host.driver import Driven
 from jax_offload._host.stages import BEFORE
 from jax_offload._look.callables import jitted, may_be_step, opened

@@ -35,9 +35,7 @@ from jax_offload._program.jaxprs import (
     says_nothing_of_placement,
     variables,
     with_jaxprs,
-    without_dead_code,
 )
-from jax_offload._program.jaxprs import closed as as_closed
 from jax_offload._program.memory import Space, is_host_aval, to_device
 from jax_offload._program.own_primitives import is_composite, is_mark
 from jax_offload._program.primitives import CHEAP, CHECKPOINT, PLACED, can_be_cut, is_cheap

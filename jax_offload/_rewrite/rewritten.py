@@ -35,9 +35,7 @@ from jax_offload._program.jaxprs import (
     scan_of,
     sharded_like,
     variables,
-    without_dead_code,
 )
-from jax_offload._program.jaxprs import closed as as_closed
 from jax_offload._program.primitives import is_loop
 from jax_offload._program.private import manual_axes_of, without_dead_code
 from jax_offload._program.program import (
