@@ -91,7 +91,7 @@ donation: .venvs/$(NEWEST)/.installed  ## all ways of donating and returning: as
 	.venvs/$(NEWEST)/bin/python -m pytest -n 2 tests/test_donation.py tests/aot/test_peaks.py -k "donation or alias"
 
 conformance: .venvs/$(NEWEST)/.installed  ## optax's own tests: plain, and offloaded
-	.venvs/$(NEWEST)/bin/python -m tests.conformance.run
+	CONFORMANCE=all .venvs/$(NEWEST)/bin/python -m pytest tests/test_conformance.py
 
 # The first thing on a GPU: 9 minutes a part, 40 in all. Without one it says so and exits with 2, which make calls an
 # error; ARGS=--toy runs all of it anywhere.

@@ -1,9 +1,4 @@
-"""Runs optax's own tests on plain and on offloaded optimizers, and prints what fails offloaded alone.
-
-    python -m tests.conformance.run
-
-How optimizers are replaced: ``plugin.py``.
-"""
+"""Runs optax's own tests on plain and on offloaded optimizers. How optimizers are replaced: ``plugin.py``."""
 
 from __future__ import annotations
 
@@ -14,7 +9,6 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections import Counter
 from collections.abc import Collection
 from pathlib import Path
 from typing import Any
@@ -103,17 +97,3 @@ def differing(ours: Results, plain: Results) -> dict[str, str]:
         if not any(re.search(pattern, label) for label in labels):
             wrong[pattern] = "named, but there is no such test"
     return wrong
-
-
-def main() -> None:
-    columns = {column: run(column) for column in ("plain", "offload")}
-    for column, results in columns.items():
-        outcomes = Counter(result["outcome"] for result in results.values())
-        print(f"{column}: {dict(outcomes)}, {count_on_host(results)} tests with a state in host memory")
-    for test in sorted(failed(columns["offload"]) - failed(columns["plain"])):
-        label = columns["offload"][test]["label"]
-        print(f"fails offloaded alone: {label}: {reason(label) or columns['offload'][test]['cause']}")
-
-
-if __name__ == "__main__":
-    main()
