@@ -103,10 +103,7 @@ def test_a_step_of_nnx_that_changes_its_arguments(look):
         assert new is old and not new.is_deleted()  # nothing ran
     step(*args)
     assert args[1].opt_state[0].mu["kernel"].get_value().sharding.memory_kind == HOST
-
-
-def test_placement_of_a_step_of_nnx():
-    table = jo.placement(*nnx_step(ADAMW))
+    table = jo.placement(step, *args)
     assert "whole, 2 leaves together" in words(table) and "not loaded" not in words(table)
     assert {leaf.path for leaf in table.leaves if leaf.host} == {
         f"[1].opt_state[0].{m}['kernel'].value" for m in ("mu", "nu")
