@@ -255,7 +255,8 @@ def test_the_table(tmp_path):
     shown = jo.placement(jo.jit(step_of(tx)), params, tx.init(params), X)
     assert shown.disk_bytes == table.disk_bytes and shown.host_bytes == table.host_bytes
     assert {leaf.path for leaf in shown.leaves if leaf.disk} >= {"[1][0].mu['layer_4']['w']"}
-    assert shown.stays == ("the step is cut at it, as its state is on disk",)
+    (why,) = shown.stays
+    assert why.startswith("disk= cuts the step at this update") and __file__.rpartition("/")[2] in why
 
 
 ON_TOKENS = {
@@ -280,6 +281,9 @@ ON_TOKENS = {
     "a leaf's rows": lambda state: state[0].mu["layer_1"]["w"][0],
     "a leaf's cast": lambda state: state[0].mu["layer_1"]["w"].astype(jnp.bfloat16),
     "a leaf's next value": lambda state: state[0].mu["layer_1"]["w"].at[0].set(0),
+    "a leaf's device": lambda state: state[0].mu["layer_1"]["w"].devices(),
+    "the leaves' placement": lambda state: [x.sharding for x in jax.tree.leaves(state)],
+    "the leaves' shards": lambda state: [x.addressable_shards for x in jax.tree.leaves(state)],
 }
 
 
@@ -312,6 +316,8 @@ def test_what_looks_at_the_types_of_a_state_sees_those_of_its_leaves(disk):
     state, plain = offload(optax.adamw(1e-2), disk).init(params), optax.adamw(1e-2).init(params)
     for x, y in zip(jax.tree.leaves(state), jax.tree.leaves(plain), strict=True):
         assert (x.shape, x.dtype, x.size, x.nbytes) == (y.shape, y.dtype, y.size, y.nbytes)
+    (leaf,) = jax.tree.leaves(state[0].mu["layer_1"]["w"])
+    assert not hasattr(leaf, "sharding") and not hasattr(leaf, "__cuda_array_interface__")
     assert float(optax.tree.norm(optax.tree.zeros_like(state))) == 0
     assert jax.jit(lambda state, x: x + 1)(state, 1) == 2
 

@@ -77,6 +77,21 @@ def loops(tx, p, s, n, x):
     return jax.lax.while_loop(lambda carry: carry[2] < n + 2, body, (p, s, n))
 
 
+def sums_in_a_reference(tx, p, s, x):
+    """Gradients are added up in a mutable array, by a function with a jit of its own."""
+    total = jax.new_ref(jnp.zeros_like(p))
+
+    @jax.jit
+    def add(rows):
+        if jax.__version_info__ >= (0, 12):  # an older jax cannot run it
+            rows, _ = jax.lax.optimization_barrier((rows, total))
+        total[...] += jax.grad(loss)(p, rows)
+
+    add(x)
+    add(x + 1)
+    return updated(tx, p, s, total[...])
+
+
 def swaps(tx, p, s, x, a, b):
     """A loop that hands the caller's arrays on in its carry."""
 
@@ -149,6 +164,7 @@ FEATURES = {
         ((x_of(0), jnp.ones(3)),),
         {"donate_argnums": (0, 1), "keep_unused": True},
     ),
+    "a reference": Feature(sums_in_a_reference),
     "precision": Feature(plain, around=(None, functools.partial(jax.default_matmul_precision, "highest"), None)),
 }
 
@@ -451,6 +467,8 @@ def test_errors_name_the_arguments_of_the_user():
     assert "values[" not in str(error.value) and "on_arrays" not in str(error.value)
     with pytest.raises(TypeError, match="params"):
         jo.jit(chooses)("text", {"x": 1})
+    with pytest.raises(TypeError, match="weak reference"):
+        jo.jit(type("Slots", (), {"__slots__": (), "__call__": lambda self, x: x})())(1)
     with pytest.raises(TypeError, match="no_such_option"):
         jo.jit(chooses, no_such_option=1)
 
@@ -467,6 +485,24 @@ def test_jax_speaks_of_the_users_function():
             jit(double, out_shardings=by_halves)(jnp.ones(3))
         said.append(re.findall(r"\w+\.py", str(error.value)))  # jax 0.10 names no line
     assert said[0] == said[1]
+    with pytest.warns(DeprecationWarning, match="deprecated") as told:
+        jo.jit(double, backend="cpu")(jnp.ones(3))
+    assert [warning.filename for warning in told] == [__file__]
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_results_that_cannot_be_divided_are_named_before_anything_is_donated(way, tmp_path):
+    mesh = jax.make_mesh((2,), ("d",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
+    tx = offloaded(way, tmp_path)
+    places = NamedSharding(mesh, PartitionSpec("d")), None, {"rest": NamedSharding(mesh, PartitionSpec("d"))}
+    step = jo.jit(
+        lambda p, s, x: (*plain(tx, p, s, x), {"rest": x[:3]}), donate_argnums=(0, 1), out_shardings=places
+    )
+    p = jax.device_put(jnp.eye(8), NamedSharding(mesh, PartitionSpec()))
+    s = tx.init(p)
+    with pytest.raises(ValueError, match=r"outputs.*result\[2\]\['rest'\].*partitioned 2 times"):
+        step(p, s, x_of(0))
+    assert not p.is_deleted()
 
 
 def test_it_has_what_the_result_of_jax_jit_has():
@@ -475,7 +511,9 @@ def test_it_has_what_the_result_of_jax_jit_has():
     assert isinstance(step, wrapped)
     assert step.lower(jnp.ones(3), by=3).compile()(jnp.ones(3)).sum() == 9
     assert step.trace(jnp.ones(3), by=3).jaxpr.jaxpr.debug_info.arg_names[0] == "x"
-    assert step.eval_shape(jnp.ones(3)).shape == (3,)
+    nowhere = NamedSharding(jax.sharding.AbstractMesh((2,), ("d",)), PartitionSpec("d"))
+    assert step.eval_shape(jax.ShapeDtypeStruct((4,), "float32", sharding=nowhere)).shape == (4,)
+    assert step.trace(jax.ShapeDtypeStruct((4,), "float32", sharding=nowhere)).out_info.shape == (4,)
     assert pickle.loads(pickle.dumps(step))(jnp.ones(3), by=4).sum() == 12
     assert step.__wrapped__ is double and step.__name__ == "double"
     step.clear_cache()

@@ -101,20 +101,20 @@ class Place(HostStruct):
         return f"{self.name}: {self.dtype}{list(self.shape)}"
 
 
-def _refusing(name: str) -> Callable[..., Any]:
-    """Make a method that raises the error for arithmetic on a leaf on disk outside an update."""
+class NotInMemory(AttributeError, TypeError):
+    """Something asks a leaf on disk for more than its type: also an ``AttributeError``, so that ``hasattr`` works."""
 
-    def refuse(self: Token | OnDisk, *args: Any, **kwargs: Any) -> Any:
-        place = self.place
-        raise TypeError(
+    def __init__(self, place: Place) -> None:
+        super().__init__(
             f"disk: {place.name}, {place.dtype}{list(place.shape)}, is on disk, where only an update under jo.jit "
             "computes with it. Fix: jo.to_device(part of the state) reads it to compute with, "
             "numpy.asarray(leaf) to look at; args=jo.save_args(tree) saves it with orbax, and disk.commit(step, "
             "tree) where it is."
         )
 
-    refuse.__name__ = name
-    return refuse
+
+def _refuse_to_compute(self: Token | OnDisk, *args: Any, **kwargs: Any) -> Any:
+    raise NotInMemory(self.place)
 
 
 class _Typed:
@@ -147,15 +147,15 @@ class Token(_Typed):
 
     __hash__ = object.__hash__
 
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(name) if name.startswith("__") else NotInMemory(self.place)
+
 
 # what computes with an array
 _OPERATORS = """add radd sub rsub mul rmul matmul rmatmul truediv rtruediv floordiv rfloordiv mod rmod pow rpow neg pos
 abs divmod rdivmod invert and rand or ror xor rxor lshift rshift lt le gt ge eq ne bool int float complex index len iter
 getitem jax_array array array_ufunc deepcopy copy reduce""".split()
-_PROPERTIES = "real imag T mT at".split()
-_METHODS = """astype view conj conjugate sum mean std var max min prod dot reshape ravel flatten transpose squeeze item
-tolist copy""".split()
-trace_as(Token, jax.typeof(np.zeros((), TOKEN)), _refusing("__array__"))
+trace_as(Token, jax.typeof(np.zeros((), TOKEN)), _refuse_to_compute)
 
 
 @jax.tree_util.register_pytree_with_keys_class
@@ -222,10 +222,8 @@ class OnDisk(_Typed):
 # Both refuse to compute. A leaf that is taken out of the state by name does what it defines, and can be looked at.
 _LOOKS = {f"__{name}__" for name in ("eq", "ne", "bool", "array_ufunc", "copy", "deepcopy")}
 for _class, _allowed in (Token, {*vars(Token)}), (OnDisk, {*vars(OnDisk)} | _LOOKS):
-    for _name in {*(f"__{name}__" for name in _OPERATORS), *_METHODS} - _allowed:
-        setattr(_class, _name, _refusing(_name))
-    for _name in _PROPERTIES:
-        setattr(_class, _name, property(_refusing(_name)))
+    for _name in {f"__{name}__" for name in _OPERATORS} - _allowed:
+        setattr(_class, _name, _refuse_to_compute)
 
 
 def is_on_disk(x: Any) -> bool:

@@ -157,7 +157,8 @@ def _found(jaxpr: Any, origin: dict[Var, Var], times: int = 1) -> Iterator[Found
 
     for eqn in jaxpr.eqns:
         if eqn.primitive.name in _MOVES:
-            for v, x in known(eqn.outvars, eqn.invars).items():
+            arrays = [x for x in eqn.invars if not hasattr(x.aval, "inner_aval")]  # a barrier returns no references
+            for v, x in known(eqn.outvars, arrays).items():
                 origin.setdefault(v, x)
         elif eqn.primitive is REGION:
             update = eqn.params["update"]

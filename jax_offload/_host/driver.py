@@ -46,6 +46,7 @@ from jax_offload._program.memory import (
 from jax_offload._program.private import without_dead_code
 from jax_offload._program.program import flat, numbered, structure
 from jax_offload._program.propagate import Node
+from jax_offload._rewrite.canonical import dereferenced
 from jax_offload._rewrite.checked import check_order, tell
 from jax_offload._rewrite.rewritten import is_driven
 
@@ -75,7 +76,8 @@ class Driven:
     ) -> None:
         if not is_driven(step):  # an update without results does not run
             step = ClosedJaxpr(without_dead_code(step.jaxpr, keep_inputs=True)[0], step.consts)
-        self._files = files_of(unguarded(flat(step, any_jit=True)))
+        program = dereferenced(flat(step, any_jit=True), any_jit=True)
+        self._files = files_of(unguarded(program))
         found = staged(self._files.program, self._files.ends)
         self._options = options, for_sending
         read = {*found.results, *(v for stage in found.stages for v in stage.reads)}

@@ -59,8 +59,8 @@ def cut_step(program: Program) -> Cut:
         )
     if effects := ordered(program.effects):
         raise ValueError(
-            f"step: has effects whose order a cut would lose: {', '.join(effects)}. Leave out mutable arrays, "
-            "and set ordered=False."
+            f"step: has effects whose order a cut would lose: {', '.join(effects)}. Fix: ordered=False for "
+            "callbacks; an argument that the step returns anew in the place of a jax.new_ref made outside."
         )
     follows = made_of(program.eqns, lambda eqn: id(eqn) in marked)
     _, leads = needed_for(program.eqns, [v for eqn in program.eqns if id(eqn) in marked for v in variables(eqn.invars)])

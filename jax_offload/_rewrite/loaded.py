@@ -67,23 +67,23 @@ def _with_loads(
 def _returned_to_host(closed: ClosedJaxpr, states: Sequence[bool]) -> ClosedJaxpr:
     """Let a step return to host memory the next value of each argument that it loads.
 
-    Among the results of the argument's type that elementwise arithmetic makes of it, that is the one made by an update,
-    of the fewest other arguments, and first: the new parameters rather than an average or a copy of them. ``states``
-    says which results belong to an optimizer's state, which knows its own memory.
+    Among the results of the argument's type that elementwise arithmetic makes of it, that is one made by an update if
+    there is one, of the fewest other arguments, and first: the new parameters rather than an average or a copy of them.
+    ``states`` says which results belong to an optimizer's state, which knows its own memory.
     """
     program = flat(closed)
     loads = {eqn.outvars[0]: eqn.invars[0] for eqn in program.eqns if is_load(eqn)}
     bits = {x: UPDATED << (k + 1) for k, x in enumerate(program.inputs)}
     made_of = zip(program.outputs, origins_of(program, bits), states, strict=True)
     masks = {v: m for v, m, of_state in made_of if isinstance(v, Var) and not of_state}
-    updated = any(mask & UPDATED for mask in masks.values())
     made = {v: k for k, eqn in enumerate(program.eqns) for v in eqn.outvars}
     new, outputs = Builder([*program.eqns]), dict[Atom, Atom]()
     left = dict.fromkeys(x for x in loads.values() if x in bits)
-    for v in sorted(masks, key=lambda v: (masks[v].bit_count(), made.get(v, -1))):
+    for v in sorted(masks, key=lambda v: (not masks[v] & UPDATED, masks[v].bit_count(), made.get(v, -1))):
         if (same := loads.get(v)) in bits:
             outputs[v] = same
-        elif not is_host_aval(v.aval) and bool(masks[v] & UPDATED) == updated:
+            left.pop(same, None)
+        elif not is_host_aval(v.aval):
             old = next((x for x in left if masks[v] & bits[x] and _type(x) == _type(v)), None)
             if old is not None:
                 del left[old]

@@ -243,9 +243,10 @@ def _in_scan(found: Parts, part: Node) -> ClosedJaxpr:
 
 
 def _cut_at(program: Program) -> str:
-    on_disk = any(holds_update(eqn, lambda u: isinstance(u, Update) and bool(u.on_disk)) for eqn in program.eqns)
-    why = "its state is on disk" if on_disk else "the host's cores update a part"
-    return f"the step is cut at it, as {why}"
+    at = next(filter(_holds_driven, program.eqns))
+    on_disk = holds_update(at, lambda update: isinstance(update, Update) and bool(update.on_disk))
+    option = "disk=" if on_disk else "update_on="
+    return located(f"{option} cuts the step at this update; without it the backward pass may hold the update", at)
 
 
 def _saying(closed: ClosedJaxpr, why: Iterable[str], but: Set[int] = frozenset()) -> ClosedJaxpr:

@@ -132,17 +132,24 @@ class Undone:
         if (places := options.get("in_shardings")) is not None:
             given = (_put(given[0], tuple(places) if isinstance(places, list) else places), given[1])
         leaves = jax.tree.leaves(given)
-        how = repr([options.get(name) for name in ("donate_argnums", "donate_argnames", "compiler_options")])
+        names = "donate_argnums", "donate_argnames", "compiler_options", "out_shardings"
+        how, places = repr([options.get(name) for name in names]), options.get("out_shardings")
         key = how, tuple(map(self._same, places_of(leaves), map(np.ndim, leaves)))
         if key not in self.programs:
             _check_devices(self.step.jaxpr, leaves)
+            if places is not None:  # jax checks now, before anything is donated
+                jit_of_jax(lambda results: results, out_shardings=places).eval_shape(self._types_of_results())
             donated = [info.donated for info in jax.tree.leaves(jitted.trace(*args, **kwargs).args_info)]
             self.programs[key] = Driven(self.step, leaves, donated, *compiling), donated
         run, donated = self.programs[key]
         results = _nobody_elses(run(leaves), leaves, donated, run.constants)
         result = jax.tree.unflatten(self.result, map(run.committed, results))
-        places = options.get("out_shardings")
         return result if places is None else _put(result, places)
+
+    def _types_of_results(self) -> Any:
+        types = jax.tree.unflatten(self.result, self.step.out_avals)
+        types = jax.tree.map(lambda x: x.place if is_on_disk(x) else x, types, is_leaf=is_on_disk)
+        return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), types)
 
     def _same(self, place: Sharding | None, ndim: int) -> Sharding | None:
         if place is not None and (place, ndim) not in self.shardings:
@@ -234,11 +241,11 @@ class Step:
     """
 
     def __init__(self, fun: Callable[..., Any], *, driven: bool = False, as_written: bool = False) -> None:
+        self._fun, self._driven, self._as_written = weakref.ref(fun), driven, as_written
         named = jit_of_jax(fun)  # jax has a name for every callable
         for name in functools.WRAPPER_ASSIGNMENTS:
             if hasattr(named, name):
                 setattr(self, name, getattr(named, name))
-        self._fun, self._driven, self._as_written = weakref.ref(fun), driven, as_written
         self.in_scan: bool | None = None  # whether the first trace has moved all its updates into scans
 
     @property
@@ -293,6 +300,13 @@ def _steps_of(fun: Callable[..., Any]) -> tuple[Step, Step]:
         return new
 
 
+def _quietly(fun: Callable[..., Any], options: Mapping[str, Any]) -> Any:
+    """Return the object of ``jax.jit``, without the warnings about its options, which the user has seen."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        return jit_of_jax(fun, **options)
+
+
 class Jitted:
     """The two ``jax.jit`` objects of a step: for calls inside another program, and for the step as a program.
 
@@ -301,11 +315,15 @@ class Jitted:
     """
 
     def __init__(self, fun: Callable[..., Any], options: dict[str, Any]) -> None:
-        functools.update_wrapper(self, jit_of_jax(fun, **options))  # it raises for options that it does not take
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            functools.update_wrapper(self, jit_of_jax(fun, **options))  # it raises for options that it does not take
+        for warning in told:
+            warnings.warn(warning.message, stacklevel=3)
         self.whole_step, self._called = _steps_of(fun)
         self.__wrapped__ = self.whole_step.__wrapped__  # which the steps do not keep alive
         self._options = options
-        self._inner: Any = jit_of_jax(self.whole_step, **options)
+        self._inner = _quietly(self.whole_step, options)
         self._was_called = False
 
     @functools.cached_property
@@ -316,7 +334,7 @@ class Jitted:
         """
         found = (self._compiling(compiler_options("cuda", in_scan=in_scan)) for in_scan in (False, True))
         first, second = ({**self._options, "compiler_options": options or None} for options in found)
-        return jit_of_jax(self._called, **first), jit_of_jax(self._called, **second)
+        return _quietly(self._called, first), _quietly(self._called, second)
 
     def _compiling(self, ours: Mapping[str, Any]) -> dict[str, Any]:
         """The compiler's options: the caller's, or else ours."""
@@ -329,7 +347,7 @@ class Jitted:
         if self._called.in_scan is None:
             # on several devices concurrent graphs raise the peak above resident's
             places = [getattr(x, "sharding", None) for x in jax.tree.leaves((args, kwargs))]
-            several = any(place is not None and len(place.device_set) > 1 for place in places)
+            several = any(place is not None and place.num_devices > 1 for place in places)
             self._called.in_scan = not several and in_one_scan(self._programs[0].trace(*args, **kwargs).jaxpr)
         return self._programs[self._called.in_scan]
 
