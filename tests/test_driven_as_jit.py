@@ -495,9 +495,7 @@ def test_results_that_cannot_be_divided_are_named_before_anything_is_donated(way
     mesh = jax.make_mesh((2,), ("d",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
     tx = offloaded(way, tmp_path)
     places = NamedSharding(mesh, PartitionSpec("d")), None, {"rest": NamedSharding(mesh, PartitionSpec("d"))}
-    step = jo.jit(
-        lambda p, s, x: (*plain(tx, p, s, x), {"rest": x[:3]}), donate_argnums=(0, 1), out_shardings=places
-    )
+    step = jo.jit(lambda p, s, x: (*plain(tx, p, s, x), {"rest": x[:3]}), donate_argnums=(0, 1), out_shardings=places)
     p = jax.device_put(jnp.eye(8), NamedSharding(mesh, PartitionSpec()))
     s = tx.init(p)
     with pytest.raises(ValueError, match=r"outputs.*result\[2\]\['rest'\].*partitioned 2 times"):
