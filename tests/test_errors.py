@@ -97,7 +97,7 @@ def test_a_pickle_is_the_recipe(options):
         (lambda: jo.offload(optax.adamw), r"inner: .*Call it first: adamw\(learning_rate\)"),
         (lambda: jo.with_master_params(optax.adamw), r"inner: .*Call it first: adamw\(learning_rate\)"),
         (lambda: jo.offload(1e-3), r"inner: .*got 0.001. For example optax.adamw\(1e-3\)"),
-        (lambda: jo.jit(params()), r"fun: expected a step, a function; got a dict. Fix: jo.jit\(step"),
+        (lambda: jo.jit(params()), r"Expected a callable value, got \{"),
         (lambda: jo.update_params(params(), *[params()] * 3), rf"{NONE}.*\(tx, grads, state, params\)"),
         *(
             (lambda look=look: look(params(), jo.offload(ADAM, min_bytes=0)), rf"{NONE}.*\(tx, (params|state)\)")

@@ -74,8 +74,6 @@ def jit(fun: Callable[..., Any] | None = None, **options: Any) -> Any:
     """
     if fun is None:
         return functools.partial(jit, **options)
-    if not callable(fun):
-        raise TypeError(f"fun: expected a step, a function; got a {type(fun).__name__}. Fix: jo.jit(step, ...).")
     return Jitted(fun, options)
 
 
@@ -137,19 +135,16 @@ class Undone:
         key = how, tuple(map(self._same, places_of(leaves), map(np.ndim, leaves)))
         if key not in self.programs:
             _check_devices(self.step.jaxpr, leaves)
-            if places is not None:  # jax checks now, before anything is donated
-                jit_of_jax(lambda results: results, out_shardings=places).eval_shape(self._types_of_results())
+            if places is not None:  # jax checks them before anything is donated
+                types = jax.tree.unflatten(self.result, self.step.out_avals)
+                types = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), types, is_leaf=is_on_disk)
+                jit_of_jax(lambda results: results, out_shardings=places).eval_shape(types)
             donated = [info.donated for info in jax.tree.leaves(jitted.trace(*args, **kwargs).args_info)]
             self.programs[key] = Driven(self.step, leaves, donated, *compiling), donated
         run, donated = self.programs[key]
         results = _nobody_elses(run(leaves), leaves, donated, run.constants)
         result = jax.tree.unflatten(self.result, map(run.committed, results))
         return result if places is None else _put(result, places)
-
-    def _types_of_results(self) -> Any:
-        types = jax.tree.unflatten(self.result, self.step.out_avals)
-        types = jax.tree.map(lambda x: x.place if is_on_disk(x) else x, types, is_leaf=is_on_disk)
-        return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), types)
 
     def _same(self, place: Sharding | None, ndim: int) -> Sharding | None:
         if place is not None and (place, ndim) not in self.shardings:
@@ -241,8 +236,8 @@ class Step:
     """
 
     def __init__(self, fun: Callable[..., Any], *, driven: bool = False, as_written: bool = False) -> None:
-        self._fun, self._driven, self._as_written = weakref.ref(fun), driven, as_written
         named = jit_of_jax(fun)  # jax has a name for every callable
+        self._fun, self._driven, self._as_written = weakref.ref(fun), driven, as_written
         for name in functools.WRAPPER_ASSIGNMENTS:
             if hasattr(named, name):
                 setattr(self, name, getattr(named, name))
@@ -300,13 +295,6 @@ def _steps_of(fun: Callable[..., Any]) -> tuple[Step, Step]:
         return new
 
 
-def _quietly(fun: Callable[..., Any], options: Mapping[str, Any]) -> Any:
-    """Return the object of ``jax.jit``, without the warnings about its options, which the user has seen."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)
-        return jit_of_jax(fun, **options)
-
-
 class Jitted:
     """The two ``jax.jit`` objects of a step: for calls inside another program, and for the step as a program.
 
@@ -315,15 +303,11 @@ class Jitted:
     """
 
     def __init__(self, fun: Callable[..., Any], options: dict[str, Any]) -> None:
-        with warnings.catch_warnings(record=True) as told:
-            warnings.simplefilter("always")
-            functools.update_wrapper(self, jit_of_jax(fun, **options))  # it raises for options that it does not take
-        for warning in told:
-            warnings.warn(warning.message, stacklevel=3)
         self.whole_step, self._called = _steps_of(fun)
+        self._inner: Any = jit_of_jax(self.whole_step, **options)  # it raises for options that it does not take
+        functools.update_wrapper(self, self._inner)
         self.__wrapped__ = self.whole_step.__wrapped__  # which the steps do not keep alive
         self._options = options
-        self._inner = _quietly(self.whole_step, options)
         self._was_called = False
 
     @functools.cached_property
@@ -334,7 +318,8 @@ class Jitted:
         """
         found = (self._compiling(compiler_options("cuda", in_scan=in_scan)) for in_scan in (False, True))
         first, second = ({**self._options, "compiler_options": options or None} for options in found)
-        return _quietly(self._called, first), _quietly(self._called, second)
+        with warnings.catch_warnings(action="ignore", category=DeprecationWarning):  # which the first object has given
+            return jit_of_jax(self._called, **first), jit_of_jax(self._called, **second)
 
     def _compiling(self, ours: Mapping[str, Any]) -> dict[str, Any]:
         """The compiler's options: the caller's, or else ours."""
