@@ -243,9 +243,9 @@ def _in_scan(found: Parts, part: Node) -> ClosedJaxpr:
 
 
 def _cut_at(program: Program) -> str:
-    at = next(filter(_holds_driven, program.eqns))
-    on_disk = holds_update(at, lambda update: isinstance(update, Update) and bool(update.on_disk))
-    option = "disk=" if on_disk else "update_on="
+    driven = [eqn for eqn in program.eqns if _holds_driven(eqn)]
+    on_disk = [eqn for eqn in driven if holds_update(eqn, lambda u: isinstance(u, Update) and bool(u.on_disk))]
+    option, at = ("disk=", on_disk[0]) if on_disk else ("update_on=", driven[0])
     return located(f"{option} cuts the step at this update; without it the backward pass may hold the update", at)
 
 
