@@ -128,6 +128,9 @@ class _Typed:
     size = property(attrgetter("place.size"))
     nbytes = property(lambda self: nbytes(self.place))
 
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(name) if name.startswith("__") else NotInMemory(self.place)
+
 
 class Token(_Typed):
     """The leaf that ``jax.tree.leaves`` returns for an array on disk, outside traces: the version of its state.
@@ -146,9 +149,6 @@ class Token(_Typed):
         return f"OnDisk({self.place}; jo.to_device reads it to compute with, jo.save_args saves it)"
 
     __hash__ = object.__hash__
-
-    def __getattr__(self, name: str) -> Any:
-        raise AttributeError(name) if name.startswith("__") else NotInMemory(self.place)
 
 
 # what computes with an array
