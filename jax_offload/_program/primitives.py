@@ -25,7 +25,7 @@ CHEAP = ELEMENTWISE | REDUCE | SHAPES | _OTHERS
 
 def can_be_cut(eqn: Equation) -> bool:
     """Whether an equation may hold equations that its results do not need."""
-    return eqn.primitive.name not in ELEMENTWISE and not is_composite(eqn) and holds_jaxprs(eqn.params)
+    return eqn.primitive.name not in CHEAP and not is_composite(eqn) and holds_jaxprs(eqn.params)
 
 
 def is_cheap(eqn: Equation) -> bool:
