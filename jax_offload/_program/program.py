@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import operator
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
@@ -127,7 +128,8 @@ def flat(
             inner = _run_once(eqn) if any_call else _inlinable(eqn, ins, any_jit)
             if inner is None and eqn.primitive.name in CHECKPOINT and opens(eqn):
                 inner = ClosedJaxpr(eqn.params["jaxpr"], [])
-                if behind := {v: Var(v.aval) for v in _kept_apart(eqn, ins)}:
+                apart = kept_apart(eqn) if eqn.params["differentiated"] else ()
+                if behind := {v: Var(v.aval) for v in variables(itertools.compress(ins, apart))}:
                     eqns.append(equation_of_together(behind))
                     ins = [renamed(behind, v) for v in ins]
             if inner is not None:
@@ -151,11 +153,10 @@ def flat(
     return Program([*const_vars, *step.jaxpr.invars], outputs, eqns, consts, step.jaxpr.debug_info)
 
 
-def _kept_apart(eqn: Equation, ins: Sequence[Atom]) -> list[Var]:
-    """The operands of a ``jax.checkpoint`` that jax puts behind a barrier when it lowers the equation."""
-    said: bool | tuple[bool, ...] = eqn.params["prevent_cse"] if eqn.params["differentiated"] else False
-    each = said if isinstance(said, tuple) else (said,) * len(ins)
-    return [v for v, apart in zip(ins, each, strict=True) if apart and not isinstance(v, Literal)]
+def kept_apart(eqn: Equation) -> Sequence[bool]:
+    """For each operand of a ``jax.checkpoint``, whether jax puts it behind a barrier where values are recomputed."""
+    said: bool | tuple[bool, ...] = eqn.params["prevent_cse"]
+    return said if isinstance(said, tuple) else (said,) * len(eqn.invars)
 
 
 def _leaf_by_leaf(eqn: Equation) -> Iterator[Equation]:

@@ -13,7 +13,7 @@ from jax_offload._program.jaxprs import Atom, DropVar, Equation, Literal, Var, v
 from jax_offload._program.memory import is_host_aval
 from jax_offload._program.own_primitives import params_of
 from jax_offload._program.primitives import CHECKPOINT
-from jax_offload._program.program import Builder, Program, decomposed, flat, is_load, is_store
+from jax_offload._program.program import Builder, Program, decomposed, flat, is_load, is_store, kept_apart
 from jax_offload._rewrite.origins import UPDATED, origins_of
 from jax_offload._schedule.after import FLOPS_PER_BYTE
 from jax_offload._schedule.gates import is_heavy_equation
@@ -56,19 +56,12 @@ def _making_several(program: Program) -> set[int]:
         if is_update(eqn):  # a pass may read its results, and its gradients still belong to no such pass
             continue
         gradients = [nbytes(v.aval) for v in eqn.outvars if v not in needed and not isinstance(v, DropVar)]
-        if _is_apart(eqn) and gradients and 2 * max(gradients) <= sum(gradients):
+        block = eqn.primitive.name in CHECKPOINT and all(kept_apart(eqn))  # apart from the forward pass
+        if block and gradients and 2 * max(gradients) <= sum(gradients):
             found.add(id(eqn))
         if is_heavy_equation(eqn) or not needed.isdisjoint(eqn.outvars):
             needed.update(v for v in eqn.invars if not isinstance(v, Literal))
     return found
-
-
-def _is_apart(eqn: Equation) -> bool:
-    """Whether an equation is a block that keeps all recomputed values apart from the forward pass."""
-    if eqn.primitive.name not in CHECKPOINT:
-        return False
-    said: bool | tuple[bool, ...] = eqn.params["prevent_cse"]
-    return all(said) if isinstance(said, tuple) else said
 
 
 # ---- updates in the variables of the step around them
