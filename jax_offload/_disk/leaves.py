@@ -54,7 +54,7 @@ from jax_offload._program.shardings import (
 TOKEN = np.dtype(np.float32)  # a floating type, so that jnp.isfinite does not pass it by
 VERSIONS = 2**24  # whole numbers below this are exact in it
 Range = tuple[int, int]  # rows of a leaf, the same ones of every device's part along its first axis
-Ends = tuple[int, ...]  # where the ranges of rows end that are together in files; the last is the number of rows
+Ends = tuple[int, ...]  # the row after each range that files keep together; the last is the number of rows
 _BATCH = 2**26  # bytes of leaves that are read together on their way to a disk
 
 
@@ -309,7 +309,7 @@ _CANNOT_LOWER = identity_primitive("jax_offload_cannot_lower", _raise)
 
 
 def check_in_memory(state: Any, what: str) -> None:
-    """Raise ``ValueError`` if a leaf of the state is on disk, as ``what`` takes leaves in memory."""
+    """Raise ``ValueError`` if a leaf of the state is on disk, because ``what`` takes only leaves in memory."""
     leaves = jax.tree.leaves(state, is_leaf=is_on_disk)
     if found := [x for x in leaves if is_on_disk(x)]:
         raise ValueError(

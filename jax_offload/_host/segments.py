@@ -164,7 +164,7 @@ def cuts_of(jaxpr: Jaxpr, ready: Sequence[int], most: int, smallest: float) -> l
 
 
 def divided(jaxpr: Jaxpr, results: Set[Var], cuts: Sequence[int]) -> list[Slice]:
-    """Divide the equations at the cuts into programs of their own, each with what it computes again."""
+    """Divide the equations at the cuts into programs of their own, each with the values that it computes again."""
     eqns, given = jaxpr.eqns, {*jaxpr.invars}
     producer = {v: k for k, eqn in enumerate(eqns) for v in eqn.outvars}
     crossing: set[Var] = set()  # the values that later parts read

@@ -148,7 +148,7 @@ def decode(values: jax.Array, scale: jax.Array | None = None, *, storage: Storag
 
 @functools.lru_cache(1024)
 def encoded_bytes(shape: tuple[int, ...], storage: Storage) -> int:
-    """Return the bytes of what ``encode`` returns for an array of this shape."""
+    """Return the bytes of an array of this shape once it is encoded."""
     encoded = jax.eval_shape(functools.partial(encode, storage=storage), jax.ShapeDtypeStruct(shape, jnp.float32))
     return sum(map(nbytes, encoded))
 
