@@ -55,9 +55,8 @@ def interleaved(nodes: Sequence[Node], outputs: Sequence[Var]) -> list[Node]:
     for k in pieces:
         piece, reader = nodes[k].payload, passes.next_reader(nodes[k])
         spots, at = (behind, passes.produced_after(nodes[k])) if reader is None else (ahead, reader)
-        gradients = [v for v in nodes[k].reads if reader is None and passes.after.get(v) == at and is_large(v)]
         held = [] if reader is None else [v for v in piece.slice.inputs if is_large(v) and not is_host_aval(v.aval)]
-        spots.add(at, _Spot(k, piece.slice.loads, piece.token, held, gradients))
+        spots.add(at, _Spot(k, piece.slice.loads, piece.token, held))
     updates = behind.updates
     if 2 * max(updates, default=0) > sum(updates):
         raise CannotHoist(AT_ONCE if sum(updates) >= LEAST_GATES else FEW_PLACES)
@@ -121,7 +120,6 @@ class _Spot:
       piece: its number.
       loads: its host leaves.
       tokens: the results that exist once the piece has run.
-      gradients: the gradients that it needs.
       stored: whether it is only stored, for the next step.
       held: its operands on the device: ahead of a pass XLA would update as soon as it can, and the loads of the piece
         would hide behind nothing.
@@ -131,7 +129,6 @@ class _Spot:
     loads: Sequence[Var]
     tokens: Sequence[Var]
     held: Sequence[Var] = ()
-    gradients: Sequence[Var] = ()
     stored: bool = False
 
     @property
@@ -175,10 +172,6 @@ class _Spots:
         """
         places = sorted(at for at in self.at if at >= 0)
         groups = self._groups([at for at in places if any(spot.moves for spot in self.at[at])])
-        if groups and not ahead and (first := passes.heavy_before(groups[0][0])) is not None:
-            groups.insert(0, [first])
-        if groups and ahead and (last := passes.heavy_after(places[-1])) is not None:
-            groups.append([last])  # the last stores are through before the backward pass begins, where the peak is
         number = {group[0]: g for g, group in enumerate(groups)}
         loaded = {
             before[0]: [v for at in group for v in self.loads(at)] for before, group in itertools.pairwise(groups)
@@ -187,11 +180,10 @@ class _Spots:
         for at in sorted({*places, *number}):
             g, here = number.get(at), self.at.get(at, [])
             before = [spot for k in groups[g - 1] for spot in self.at.get(k, [])] if g else []
-            # spots that move nothing finish at once, as do gradients within a group; a store has until the next group
+            # spots that move nothing finish at once; a store has until the next group
             tokens = [v for spot in before if spot.moves for v in spot.tokens]
             if not ahead:
                 tokens += [v for spot in here if not spot.moves for v in spot.tokens]
-                tokens += [v for spot in here if spot.moves and g is None for v in spot.gradients]
             whose = groups[g] if g is not None and ahead else [at]
             held = [v for k in whose for spot in self.at.get(k, []) for v in spot.held]
             front = passes.front(at - 1 if ahead else at)
@@ -285,12 +277,6 @@ class Network:
         """The first heavy node that needs a result of a piece; ``None`` if no heavy node does."""
         return min((self.first[v] for v in node.makes if v in self.first), default=None)
 
-    def heavy_before(self, k: int) -> int | None:
-        return next((m for m in reversed(range(k)) if is_heavy(self.order[m])), None)
-
-    def heavy_after(self, k: int) -> int | None:
-        return next((m for m in range(k + 1, len(self.order)) if is_heavy(self.order[m])), None)
-
     def put_off(self) -> Iterator[tuple[int, Var]]:
         """Yield the values that XLA would put off, with their places.
 
@@ -322,7 +308,7 @@ class Network:
         Of several values of the same heavy node it is the smallest: a gate keeps XLA from fusing what makes a value
         with what reads it.
         """
-        end = self.heavy_after(k)
+        end = next((m for m in range(k + 1, len(self.order)) if is_heavy(self.order[m])), None)
         same: list[tuple[bool, Var]] = []
         produced_after = -1
         for m, v in self._fronts(end):
