@@ -9,12 +9,13 @@ from typing import TypeVar
 from jax_offload._emit.find import is_update
 from jax_offload._emit.region import Update
 from jax_offload._program.arrays import nbytes
-from jax_offload._program.jaxprs import Atom, DropVar, Equation, Literal, Var, variables
+from jax_offload._program.donation import unguarded
+from jax_offload._program.jaxprs import Atom, DropVar, Equation, Literal, Var, inner_of, variables
 from jax_offload._program.memory import is_host_aval
 from jax_offload._program.own_primitives import params_of
-from jax_offload._program.primitives import CHECKPOINT
+from jax_offload._program.primitives import CHECKPOINT, ELEMENTWISE
 from jax_offload._program.program import Builder, Program, decomposed, flat, is_load, is_store, kept_apart
-from jax_offload._rewrite.origins import UPDATED, origins_of
+from jax_offload._program.propagate import Facts, Mask, union
 from jax_offload._schedule.after import FLOPS_PER_BYTE
 from jax_offload._schedule.gates import is_heavy_equation
 from jax_offload._schedule.transfers import same_type
@@ -139,8 +140,9 @@ def consisting_of(update: Update, eqns: Sequence[Equation], wanted: Set[Var]) ->
 
 def equation_of(update: Update, like: Equation) -> Equation:
     """Return the equation of a localised update, which takes another one's place."""
-    results = variables(update.program.outputs)
-    return like.replace(invars=update.operands, outvars=results, params=params_of(update), effects=update.effects)
+    program = update.program
+    results = variables(program.outputs)
+    return like.replace(invars=update.operands, outvars=results, params=update.params, effects=program.effects)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -189,10 +191,10 @@ def inlined(program: Program) -> Inlined | None:
                 earlier.update(stored)
             _put(new, stored, eqn, set())
             continue
-        update = localised(eqn.replace(invars=new.read(eqn.invars)))
+        update, results = localised(eqn.replace(invars=new.read(eqn.invars))), {*eqn.outvars}
         for each in decomposed(update.program.eqns):
             line = each.source_info.replace(traceback=eqn.source_info.traceback)  # of the user's call
-            if _put(new, stored, each.replace(source_info=line), {*eqn.outvars}, earlier):
+            if _put(new, stored, each.replace(source_info=line), results, earlier):
                 own[id(eqns[-1])] = len(updates)
         updates.append(update)
         # An update that is the rest of one does not make all of its results.
@@ -247,3 +249,38 @@ def _waiting(program: Program, next_of: Mapping[Var, Var]) -> dict[Var, Var]:
             found[v] = old
             free.remove(old)
     return found
+
+
+# ---- which arguments of a step its results continue
+
+UPDATED: Mask = 1
+"""The bit for an update's results; callers number the arguments with the other bits."""
+
+_ROWS = ELEMENTWISE | {"broadcast_in_dim", "reshape", "squeeze", "expand_dims", "transpose", "rev"}
+
+
+def origins_of(program: Program, arguments: Mapping[Var, Mask]) -> list[Mask]:
+    """For each result, the bits of the arguments from which elementwise arithmetic makes it, and ``UPDATED`` if an
+    update's result is among its operands.
+
+    A result of an update has the bits of the argument whose next value it is, and no bits of the update's other
+    operands: a gradient changes parameters, but the new parameters do not continue it.
+    """
+    program = unguarded(program)
+    env = {v: arguments.get(v, 0) for v in program.inputs}
+    return _CARRIED_ON.read(_CARRIED_ON.spread(program.eqns, env), program.outputs)
+
+
+def _of_rows(eqn: Equation, masks: Sequence[Mask]) -> Sequence[Mask] | None:
+    """The bits of an equation's results: of elementwise arithmetic, the union of its operands' bits."""
+    if is_update(eqn):
+        update: Update = eqn.params["update"]
+        given = dict(zip(update.operands, masks, strict=True)) | dict.fromkeys(update.gradients, 0)
+        olds = [None if isinstance(v, Literal) else update.next_values.get(v) for v in update.program.outputs]
+        return [UPDATED | (0 if old is None else given.get(old, 0)) for old in olds]
+    if eqn.primitive.name in _ROWS:
+        return masks if len(masks) == len(eqn.outvars) else [union(masks)] * len(eqn.outvars)
+    return None if inner_of(eqn) else [0] * len(eqn.outvars)
+
+
+_CARRIED_ON = Facts[Mask](0, union, rule=_of_rows, choice_counts=False)

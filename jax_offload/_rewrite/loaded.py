@@ -17,7 +17,7 @@ import jax
 from jax_offload._program.jaxprs import Atom, ClosedJaxpr, Literal, Var, jaxpr_of
 from jax_offload._program.memory import is_host_aval, to_host
 from jax_offload._program.program import Builder, flat, is_load
-from jax_offload._rewrite.origins import UPDATED, origins_of
+from jax_offload._rewrite.inlined import UPDATED, origins_of
 from jax_offload._state.arguments import is_state
 from jax_offload._state.around import load, loading
 

@@ -22,7 +22,7 @@ from jax_offload._program.shardings import constrained, sharding_of, typed_shard
 from jax_offload._rewrite.canonical import dereferenced
 from jax_offload._rewrite.checked import unreturned
 from jax_offload._rewrite.cut import Cut, cut_step
-from jax_offload._rewrite.origins import UPDATED, origins_of
+from jax_offload._rewrite.inlined import UPDATED, origins_of
 from jax_offload._step import pending
 from jax_offload._step.jit import Jitted
 
