@@ -7,13 +7,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from jax_offload._disk.leaves import READ
-from jax_offload._emit.region import REGION, Moved, Update
+from jax_offload._emit.region import MOVED, REGION, Moved, Update
 from jax_offload._program.arrays import nbytes
 from jax_offload._program.jaxprs import ClosedJaxpr, Equation, Literal, holds, inner_of, variables
 from jax_offload._program.memory import is_host_aval
-from jax_offload._program.own_primitives import equations
 from jax_offload._program.primitives import is_loop
-from jax_offload._program.program import Program, Var, as_program, expanded, flat, without_round_trips
+from jax_offload._program.program import Program, Var, expanded, flat, without_round_trips
 from jax_offload._schedule.in_scan import InScan
 from jax_offload._schedule.schedule import Planned
 
@@ -24,8 +23,7 @@ def without_updates(step: Any) -> Program:
     def expand(eqn: Any) -> Program | None:
         if eqn.primitive is not REGION:
             return None
-        update = eqn.params["update"]
-        return update.program if isinstance(update, Update) else as_program(equations(update))
+        return eqn.params["update"].program
 
     return without_round_trips(flat(ClosedJaxpr(expanded(step.jaxpr, expand), step.consts)))
 
@@ -56,17 +54,17 @@ class Found:
 
 def is_update(eqn: Equation) -> bool:
     """Whether an equation is an update that can be emitted anew."""
-    return eqn.primitive is REGION and isinstance(eqn.params["update"], Update)
+    return eqn.primitive is REGION
 
 
-def holds_update(eqn: Equation, which: Callable[[Update | Moved], bool] = lambda _: True) -> bool:
+def holds_update(eqn: Equation, which: Callable[[Update], bool] = lambda _: True) -> bool:
     """Whether an equation is an update of the kind ``which``, or holds one in a branch, a loop or a call."""
-    return holds(eqn, lambda each: each.primitive is REGION and which(each.params["update"]))
+    return holds(eqn, lambda each: is_update(each) and which(each.params["update"]))
 
 
 def holds_driven_update(eqn: Equation) -> bool:
     """Whether the host's cores have a part in an update in an equation, or its state is on disk."""
-    return holds_update(eqn, lambda update: isinstance(update, Update) and update.driven)
+    return holds_update(eqn, lambda update: update.driven)
 
 
 def updates_in(step: Any) -> list[Found]:
@@ -92,16 +90,16 @@ def in_one_scan(step: Any) -> bool:
         return False
     if sum(nbytes(v.aval) for v in hosts[0].hosts) < LEAST_ROWS * hosts[0].scan.length:
         return False
-    bodies = [eqn for plan in scans for eqn in plan.scan.body.jaxpr.eqns]
-    inside = [*bodies, *(e for eqn in step.jaxpr.eqns for e in _bodies(eqn))]
+    inside = [each for eqn in step.jaxpr.eqns for each in _bodies(eqn)]
     return not any(holds(eqn, is_loop) for eqn in inside) and not _use_buffers_again(step.jaxpr.eqns)
 
 
 def _use_buffers_again(eqns: Sequence[Equation]) -> bool:
     """Whether several forward and backward passes run one after the other, so that a later pass can reuse the buffers
     of an earlier one. Concurrent graphs would keep the activations of all passes."""
-    loops = [eqn for eqn in eqns if is_loop(eqn) or eqn.primitive is REGION]
-    last = {v: k for k, eqn in enumerate(loops) for v in variables(eqn.invars)}
+    loops = [eqn for eqn in eqns if holds(eqn, lambda each: is_loop(each) or is_update(each))]
+    marked = {v: x for eqn in eqns if eqn.primitive is MOVED for v, x in zip(eqn.outvars, eqn.invars, strict=True)}
+    last = {marked.get(v, v): k for k, eqn in enumerate(loops) for v in variables(eqn.invars)}
     lives = [
         (k, last[v])
         for k, eqn in enumerate(loops)
@@ -163,6 +161,9 @@ def _found(jaxpr: Any, origin: dict[Var, Var], times: int = 1) -> Iterator[Found
         elif eqn.primitive is REGION:
             update = eqn.params["update"]
             yield Found(update, known(update.operands, eqn.invars), times)
+        elif eqn.primitive is MOVED:
+            moved = eqn.params["moved"]
+            yield Found(moved, known(moved.loads, eqn.invars[len(eqn.invars) - len(moved.loads) :]), times)
         else:
             for inner in inner_of(eqn):
                 own = known(inner.jaxpr.invars, eqn.invars[inner.first :])

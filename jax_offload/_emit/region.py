@@ -13,7 +13,9 @@ from collections.abc import Mapping, Sequence, Set
 from typing import Any
 
 import jax
+import numpy as np
 from jax.core import Tracer
+from jax.extend.core import Primitive
 
 from jax_offload._disk.leaves import UpdatedFromDisk
 from jax_offload._emit.rows import Names
@@ -22,25 +24,22 @@ from jax_offload._program.donation import guarded
 from jax_offload._program.jaxprs import (
     Atom,
     ClosedJaxpr,
+    DropVar,
     Equation,
     Jaxpr,
     jax_fun,
-    nameless,
+    jaxpr_of,
     only_callbacks,
     values_of,
     variables,
 )
-from jax_offload._program.own_primitives import call_primitive, params_of
-from jax_offload._program.private import without_dead_code
-from jax_offload._program.program import Builder, Program, Var, flat
+from jax_offload._program.private import lowered, nonzero, set_rules, zero_tangent
+from jax_offload._program.program import Builder, Program, Var
 from jax_offload._program.trace import Backward
 from jax_offload._schedule.after import schedules_of
 from jax_offload._schedule.in_scan import InScan
 from jax_offload._schedule.options import Claim, apart
 from jax_offload._schedule.schedule import Planned, Schedule
-
-NAME = "jax_offload_update"
-REGION = call_primitive(NAME)  # whose equations `find` finds
 
 
 class UpdatedOnCores(ValueError):
@@ -127,17 +126,15 @@ class Update:
         return bool(self.on_cores or self.on_disk)
 
     @property
-    def avals(self) -> tuple[list[Any], list[Any]]:
-        program = self.program
-        return [v.aval for v in self.operands], [v.aval for v in program.outputs]
+    def params(self) -> dict[str, Any]:
+        """The parameters of its equation. jax looks for memories, shardings and callbacks in the jaxprs among them
+        before it lowers anything, and drops transfers if it has seen none."""
+        return {"update": self, "recipe": self.program.placing_equations}
 
     @property
-    def effects(self) -> frozenset[Any]:
-        return self.program.effects
-
-    @property
-    def recipe(self) -> Jaxpr:
-        return self.program.placing_equations
+    def equations(self) -> ClosedJaxpr:
+        """The equations that it emits."""
+        return jaxpr_of(self.emitted, [v.aval for v in self.operands])[0]
 
     def only(self, used: Sequence[bool]) -> tuple[list[bool], Update]:
         """Reduce the update to some of its results. It is planned anew, because it need not load for the others."""
@@ -155,6 +152,11 @@ class Update:
 
     def emitted(self, args: Sequence[Any], *, lowered: bool = False, for_cpu: bool = False) -> list[Any]:
         """Emit the update as planned, and return its results.
+
+        Args:
+          args: its operands.
+          lowered: whether these equations are lowered unchanged, so that neither ``vmap`` nor a derivative sees them.
+          for_cpu: whether they are lowered for a CPU, whose compiler needs no help with the order of transfers.
 
         Raises:
           UpdatedOnCores, UpdatedFromDisk: part of it is not for the device; whoever drives the step from Python has
@@ -174,66 +176,120 @@ class Update:
             return guarded(results, list(args), names=names, home=homes[-1] if homes else None)
 
 
+# ---- its equation, which becomes the emitted ones under vmap, under derivatives, and when it is lowered
+
+
+def _batched(axis: Any, xs: Sequence[Any], dims: Sequence[Any], *, update: Update, recipe: Jaxpr) -> Any:
+    axes = tuple(None if d is None else int(d) for d in dims)
+    over: dict[str, Any] = dict(axis_name=axis.name, axis_size=axis.size, spmd_axis_name=axis.spmd_name)
+    out = jax.vmap(jax_fun(update.equations), axes, **over)(*xs)
+    return out, [0] * len(out)
+
+
+def _derived(xs: Sequence[Any], tangents: Sequence[Any], *, update: Update, recipe: Jaxpr) -> Any:
+    run, moving = jax_fun(update.equations), {i: t for i, t in enumerate(tangents) if nonzero(t)}
+
+    def of_moving(*moved: Any) -> list[Any]:
+        given = dict(zip(moving, moved, strict=True))
+        return run(*(given.get(i, x) for i, x in enumerate(xs)))
+
+    primals, found = jax.jvp(of_moving, [xs[i] for i in moving], [*moving.values()])
+    return primals, [t if nonzero(t) else zero_tangent(x) for t, x in zip(found, primals, strict=True)]
+
+
+def _without_unused(used: Sequence[bool], *rest: Any) -> tuple[list[bool], Equation | None]:
+    eqn = rest[-1]  # jax 0.12 puts which operands are live before it
+    if not any(used) and not eqn.effects:
+        return [False] * len(eqn.invars), None
+    needed, update = eqn.params["update"].only(list(used))
+    invars = [v for v, n in zip(eqn.invars, needed, strict=True) if n]
+    outvars = [v for v, u in zip(eqn.outvars, used, strict=True) if u]
+    effects = update.program.effects
+    return needed, eqn.replace(invars=invars, outvars=outvars, params=update.params, effects=effects)
+
+
+def _lowered(context: Any, *args: Any, update: Update, recipe: Jaxpr, for_cpu: bool = False) -> Any:
+    # Not as a function of its own: XLA's CPU rounds bfloat16 at its edges, as it inlines it too late.
+    return lowered(lambda *args: update.emitted(args, lowered=True, for_cpu=for_cpu), context, *args, several=True)
+
+
+REGION = Primitive("jax_offload_update")
+REGION.multiple_results = True
+REGION.def_impl(lambda *xs, update, recipe: jax_fun(update.equations)(*xs))
+REGION.def_effectful_abstract_eval(
+    lambda *_, update, recipe: ([v.aval for v in update.program.outputs], update.program.effects)
+)
+set_rules(
+    REGION,
+    lower=_lowered,
+    lower_for_cpu=functools.partial(_lowered, for_cpu=True),
+    jvp=_derived,
+    batch_over=_batched,
+    dce=_without_unused,
+)
+
+
+# ---- parts of it that run elsewhere in a step, where they stand as equations, and each behind a mark
+
+
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class Moved:
-    """A part of an update that runs elsewhere in a step, for example inside a scan.
+    """A part of an update that runs elsewhere in a step, for example inside a scan: what its mark says.
 
     Attributes:
-      jaxpr: its equations, including transfers.
-      operands: its equation's operands, as variables of the step.
       plan: where it runs, with its slices, to be printed.
     """
 
-    jaxpr: ClosedJaxpr
-    operands: list[Var]
     plan: InScan | Planned
 
-    def __repr__(self) -> str:
+    def __repr__(self) -> str:  # a jaxpr prints its parameters
         return f"Moved({len(self.planned)} slices)"
 
     @property
     def planned(self) -> list[Planned]:
         return self.plan.planned if isinstance(self.plan, InScan) else [self.plan]
 
-    @property
-    def avals(self) -> tuple[list[Any], list[Any]]:
-        return [v.aval for v in self.jaxpr.jaxpr.invars], [v.aval for v in self.jaxpr.jaxpr.outvars]
-
-    @property
-    def effects(self) -> frozenset[Any]:
-        return frozenset(self.jaxpr.effects)
-
-    @property
-    def recipe(self) -> Jaxpr:
-        return self.jaxpr.jaxpr
-
-    def only(self, used: Sequence[bool]) -> tuple[list[bool], Moved]:
-        jaxpr, needed = without_dead_code(self.jaxpr.jaxpr, used)
-        operands = [v for v, n in zip(self.operands, needed, strict=True) if n]
-        return needed, dataclasses.replace(self, jaxpr=ClosedJaxpr(jaxpr, []), operands=operands)
-
-    def emitted(self, args: Sequence[Any], *, lowered: bool = False, for_cpu: bool = False) -> list[Any]:
-        return jax_fun(self.jaxpr)(*args)
+    @functools.cached_property
+    def loads(self) -> list[Var]:
+        """The leaves that it loads, as variables of the step."""
+        return list(dict.fromkeys(v for each in self.planned for v in each.slice.loads))
 
 
-def moved(
-    new: Builder, traced: ClosedJaxpr, operands: Sequence[Var], plan: InScan | Planned, like: Equation
-) -> list[Atom]:
-    """Append a jaxpr of a step's variables as one equation, a ``Moved`` of an update, and return its results.
+def _keeping_loads(used: Sequence[bool], *rest: Any) -> tuple[list[bool], Equation | None]:
+    """Remove the unused results of a part from its mark."""
+    eqn = rest[-1]
+    n = len(used) - len(eqn.params["moved"].loads)
+    kept = [*used[:n], *[any(used)] * (len(used) - n)]
+    invars, outvars = ([v for v, k in zip(vs, kept, strict=True) if k] for vs in (eqn.invars, eqn.outvars))
+    return kept, eqn.replace(invars=invars, outvars=outvars) if any(used) else None
 
-    ``like``: an equation of an update of the step.
-    """
-    given = new.read(operands)
-    if traced.consts or not only_callbacks(traced.effects):
-        return new.call(flat(traced), given)
-    j = traced.jaxpr
-    made = [v for v in dict.fromkeys(variables(j.outvars)) if v not in {*j.invars}]
-    part = Moved(
-        ClosedJaxpr(Jaxpr([], j.invars, made, j.eqns, j.effects, nameless(j.debug_info)), []), [*operands], plan
-    )
-    results = [Var(v.aval) for v in made]
-    new.eqns.append(like.replace(invars=given, outvars=results, params=params_of(part), effects=part.effects))
-    return Builder(names=dict(zip([*j.invars, *made], [*given, *results], strict=True))).read(j.outvars)
+
+# Its operands are the results of a part that has moved, and the leaves that the part loads. It returns them.
+MOVED = Primitive("jax_offload_moved")
+MOVED.multiple_results = True
+MOVED.def_impl(lambda *xs, moved: list(xs))
+MOVED.def_abstract_eval(lambda *avals, moved: list(avals))
+set_rules(
+    MOVED,
+    lower=lambda context, *xs, moved: list(xs),
+    jvp=lambda xs, tangents, moved: (MOVED.bind(*xs, moved=moved), list(tangents)),
+    batch=lambda xs, dims, moved: (MOVED.bind(*xs, moved=moved), dims),
+    dce=_keeping_loads,
+)
+
+
+def mark_equation() -> Equation:
+    """A mark, to be replaced by one with other operands and results."""
+    return jaxpr_of(lambda x: MOVED.bind(x, moved=None), jax.ShapeDtypeStruct((), np.int32))[0].jaxpr.eqns[0]
+
+
+def marked(new: Builder, results: Sequence[Atom], plan: InScan | Planned, mark: Equation) -> list[Atom]:
+    """Append the mark of a part that has moved; return the part's results behind it. ``mark``: any mark."""
+    moved, made = Moved(plan), list(dict.fromkeys(variables(results)))
+    names: dict[Var, Atom] = {v: Var(v.aval) for v in made}
+    outvars = [*variables(names.values()), *(DropVar(v.aval) for v in moved.loads)]
+    new.eqns.append(mark.replace(invars=[*made, *new.read(moved.loads)], outvars=outvars, params={"moved": moved}))
+    return Builder(names=names).read(results)
 
 
 def bound(update: Update, args: Sequence[Any]) -> list[Any]:
@@ -241,12 +297,12 @@ def bound(update: Update, args: Sequence[Any]) -> list[Any]:
     program = update.program
     # arrays that the recipe closes over become operands: a tracer in an equation's parameters would outlive its trace
     operands = [*program.consts, *args]
-    if not any(isinstance(x, Tracer) for x in operands) or not only_callbacks(update.effects):
+    if not any(isinstance(x, Tracer) for x in operands) or not only_callbacks(update.program.effects):
         return update.emitted(args)
     values = dict(zip(program.inputs, operands, strict=True))
     # Operands that are handed on are no results of the equation: jax would copy them where nobody donates.
     made = [v for v in dict.fromkeys(variables(program.outputs)) if v not in values]
     update = dataclasses.replace(update, program=dataclasses.replace(program, consts=[], outputs=[*made]))
-    if made or update.effects:
-        values.update(zip(made, REGION.bind(*operands, **params_of(update)), strict=True))
+    if made or update.program.effects:
+        values.update(zip(made, REGION.bind(*operands, **update.params), strict=True))
     return values_of(values, program.outputs)

@@ -26,7 +26,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jax_offload._program.arrays import row_indices
 from jax_offload._program.barriers import opaque, read_once, written_after
-from jax_offload._program.jaxprs import Var, jit
+from jax_offload._program.jaxprs import Equation, Var, jit
 from jax_offload._program.memory import is_host_aval, to_device, to_host
 from jax_offload._program.program import numbered, structure
 from jax_offload._program.rules import Dim, Partial, Rows, run_chunk
@@ -317,10 +317,17 @@ def or_batched(looped: Any, at_once: Any) -> Any:
 
 # ---- what happens to a leaf of the state, by the names that a profile and the compiled program show
 
+_PREFETCH = "jax_offload/prefetch"
+
 
 def prefetch(v: Var, names: Names) -> contextlib.AbstractContextManager[Any]:
     """The scope in which a leaf, or rows of it, is read and moved to the device."""
-    return jax.named_scope(f"jax_offload/prefetch/{names.get(v, 'state')}")
+    return jax.named_scope(f"{_PREFETCH}/{names.get(v, 'state')}")
+
+
+def is_prefetch(eqn: Equation) -> bool:
+    """Whether an equation stands in such a scope."""
+    return _PREFETCH in str(eqn.source_info.name_stack)
 
 
 def write_back(v: Var, names: Names) -> contextlib.AbstractContextManager[Any]:

@@ -17,6 +17,7 @@ from jax.sharding import NamedSharding
 from jax_offload._disk.leaves import is_on_disk
 from jax_offload._emit.find import Found, updates_in
 from jax_offload._emit.region import Update
+from jax_offload._emit.rows import is_prefetch
 from jax_offload._look.callables import may_be_step, opened, unwrapped
 from jax_offload._look.text import aligned, in_mib, some, terminal_width
 from jax_offload._program import memory as _memory
@@ -288,7 +289,7 @@ def _put(eqns: Sequence[Equation]) -> set[Any]:
     """Return the host arrays that the step itself moves to the device, as it does if an update runs ahead of a scan."""
     found, is_host = set[Any](), _memory.is_host_aval
     for eqn in eqns:
-        if eqn.primitive.name == "device_put":
+        if eqn.primitive.name == "device_put" and not is_prefetch(eqn):
             moves = zip(eqn.invars, eqn.outvars, strict=True)
             found |= {x for x, y in moves if not isinstance(x, Literal) and is_host(x.aval) and not is_host(y.aval)}
         elif eqn.primitive.name == "jit":  # both halves of a pipelined step

@@ -209,7 +209,7 @@ def sharded_like(
     )
 
 
-_CALLED = ("jaxpr", "call_jaxpr", "fun_jaxpr")
+_CALLED = ("jaxpr", "call_jaxpr", "fun_jaxpr", "call")
 _RUNS = frozenset((*_CALLED, "branches", "body_jaxpr"))
 
 

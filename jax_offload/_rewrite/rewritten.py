@@ -13,7 +13,7 @@ import jax
 from jax_offload._disk.leaves import READ, WRITE
 from jax_offload._emit.find import holds_update, is_update
 from jax_offload._emit.hoisted import scanned
-from jax_offload._emit.region import Update, moved
+from jax_offload._emit.region import Update, mark_equation, marked
 from jax_offload._emit.rows import or_batched
 from jax_offload._emit.run import SliceRunner
 from jax_offload._program.barriers import gate_equation
@@ -41,6 +41,7 @@ from jax_offload._program.private import manual_axes_of, without_dead_code
 from jax_offload._program.program import (
     Builder,
     Program,
+    as_program,
     expanded,
     flat,
     rebuilt,
@@ -110,7 +111,7 @@ def _put_together(found: Parts) -> Program:
     Raises:
       CannotRewrite: a part lacks an operand, or makes another result.
     """
-    program, like, barrier, new = found.step.program, found.step.like, gate_equation(), Builder()
+    program, new, barrier, mark = found.step.program, Builder(), gate_equation(), mark_equation()
     check_order(found.parts, program.inputs, variables(program.outputs))
     slices = [part.payload for part in found.parts if isinstance(part.payload, Planned)]
     run = SliceRunner(slices, found.step.names)
@@ -124,11 +125,11 @@ def _put_together(found: Parts) -> Program:
         else:
             results: Sequence[Atom] = part.makes
             if isinstance(this, Update):
-                new.put(equation_of(dataclasses.replace(this, stays=found.stays), like))
+                new.put(equation_of(dataclasses.replace(this, stays=found.stays), found.step.like))
                 results = new.eqns[-1].outvars
             else:
                 traced = _in_scan(found, part) if isinstance(this, InScan) else run.equations(this)
-                results = moved(new, traced, part.reads, this, like)
+                results = marked(new, new.call(as_program(traced), new.read(part.reads)), this, mark)
             for v, x in zip(part.makes, results, strict=True):
                 if not same_memory(v, x):
                     raise CannotRewrite(f"a part makes {x.aval} in place of {v.aval}")

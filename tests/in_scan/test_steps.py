@@ -453,7 +453,8 @@ def test_a_method_a_closure_and_static_arguments():
 
 @pytest.mark.long("compiles six programs")
 def test_under_vmap_and_differentiated():
-    """Of several models at once, their state in host memory; and of the loss after a step, by a factor of the batch."""
+    """Of several models at once, their state in host memory; and of the loss after two steps, by a factor of the
+    batch."""
     tx, inner = offloaded(optax.sgd(1e-1, 0.9)), optax.sgd(1e-1, 0.9)
     many = jax.tree.map(lambda p: jnp.stack([p, 0.5 * p]), parameters())
     got, want = (
@@ -463,8 +464,12 @@ def test_under_vmap_and_differentiated():
     assert_close(got, want, 1e-5)
 
     def slope(step, state):
-        scaled = lambda s: jax.tree.map(lambda x: s * x, batch(0))  # noqa: E731
-        return jax.jit(jax.grad(lambda s: loss_of(step(parameters(), state, scaled(s))[0], batch(0))))(2.0)
+        def loss(s):
+            given = jax.tree.map(lambda x: s * x, batch(0))
+            params, _ = jax.lax.scan(lambda p, _: (step(p, state, given)[0], None), parameters(), None, 2)
+            return loss_of(params, batch(0))
+
+        return jax.jit(jax.grad(loss))(2.0)
 
     got, want = slope(jo.jit(step_of(tx)), tx.init(parameters())), slope(step_of(inner), inner.init(parameters()))
     np.testing.assert_allclose(got, want, rtol=1e-4)
