@@ -12,7 +12,6 @@ from jax_offload._program.arrays import nbytes
 from jax_offload._program.donation import unguarded
 from jax_offload._program.jaxprs import Atom, DropVar, Equation, Literal, Var, inner_of, variables
 from jax_offload._program.memory import is_host_aval
-from jax_offload._program.own_primitives import params_of
 from jax_offload._program.primitives import CHECKPOINT, ELEMENTWISE
 from jax_offload._program.program import Builder, Program, decomposed, flat, is_load, is_store, kept_apart
 from jax_offload._program.propagate import Facts, Mask, union
