@@ -7,7 +7,7 @@ import itertools
 import jax
 import pytest
 
-from tests.support.random_steps import FIELDS, MODES, OPTIMIZERS, Refused, complete, differences, odd, reference
+from tests.support.random_steps import AWAY, FIELDS, MODES, OPTIMIZERS, Refused, complete, differences, odd, reference
 
 WRAPPERS = [("inside", name) for name in dict.fromkeys(FIELDS["inside"]) if name] + [
     ("outside", name) for name in dict.fromkeys(FIELDS["outside"]) if name
@@ -24,13 +24,16 @@ INNER = [("optimizer", name) for name in OPTIMIZERS] + WRAPPERS + OTHERS
 SHARDINGS = (None, "fsdp", "ZeRO-1", "two axes", "explicit")
 MODELS = ("scan", "unrolled", "pairs", "reverse", "unroll", "nested", "indexed", "axis 1")
 WINDOWS = (None, 1, 2**14)
-# Each optimizer on every path, with a sharding, a model and a form that change from one case to the next.
+# Each optimizer on every path, with a sharding, a model and a form that change from one case to the next. With
+# parameters in host memory each runs under jo.jit and on one of the other paths.
+HOSTED = [mode for mode in range(len(MODES)) if AWAY in MODES[mode]]
 DAILY, OLDEST = pytest.mark.daily("a slice of the table"), pytest.mark.oldest("a slice of the table")
 CASES = [
     pytest.param(
         inner, mode, marks=[DAILY] * (inner % 4 == 0 and mode == inner // 4 % len(MODES)) + [OLDEST] * (inner % 12 == 0)
     )
     for inner, mode in itertools.product(range(len(INNER)), range(len(MODES)))
+    if mode not in HOSTED or MODES[mode].startswith("jo.jit") or mode == HOSTED[inner % len(HOSTED)]
 ]
 
 

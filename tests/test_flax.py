@@ -181,3 +181,90 @@ def test_nnx_optimizer_does_not_cut_a_leaf_along_a_sharded_axis(mesh):
     shardings = jax.tree.map(lambda x: x.sharding, (bare, bare_state))
     compiled = jax.jit(tx.update, out_shardings=shardings).lower(bare, bare_state, bare).compile()
     assert "all-gather" not in compiled.as_text()
+
+
+# ---- parameters of scanned layers in host memory
+
+
+class LinenLayer(nn.Module):
+    """``loads``: whether it loads its own parameters, as MaxText's layers do."""
+
+    loads: bool
+
+    @nn.compact
+    def __call__(self, x, _):
+        def loaded(tree):
+            return jax.tree.map(lambda x: jax.device_put(x, jax.memory.Space.Device), tree)
+
+        dense = nn.map_variables(nn.Dense, "params", loaded, mutable=False) if self.loads else nn.Dense
+        return x + nn.relu(dense(128, name="dense")(x)), None
+
+
+class LinenLayers(nn.Module):
+    loads: bool = False
+
+    @nn.compact
+    def __call__(self, x):
+        scanned = nn.scan(LinenLayer, variable_axes={"params": 0}, split_rngs={"params": True}, length=4)
+        return nn.Dense(8, name="head")(scanned(self.loads, name="up")(x, None)[0])
+
+
+class NnxLayers(nnx.Module):
+    def __init__(self, rngs):
+        make = nnx.vmap(lambda rngs: nnx.Linear(128, 128, rngs=rngs), in_axes=(0,), out_axes=0)
+        self.up, self.head = nnx.split_rngs(splits=4)(make)(rngs), nnx.Linear(128, 8, rngs=rngs)
+
+    def __call__(self, x):
+        run = nnx.scan(lambda x, layer: x + nnx.relu(layer(x)), in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)
+        return self.head(run(x, self.up))
+
+
+def step_of(kind, tx, moved):
+    """A step, and what it carries: parameters and state, or an ``nnx.Model`` with its ``nnx.Optimizer``."""
+    model = LinenLayers(kind == "linen that loads" and moved) if "linen" in kind else NnxLayers(nnx.Rngs(0))
+    params = nnx.state(model) if "nnx" in kind else LinenLayers().init(jax.random.key(0), X)["params"]
+    params = jax.device_put(params, jax.devices()[0])
+    params = jo.to_host(params, select="up") if moved else params
+    if kind == "nnx.Optimizer":
+        nnx.update(model, params)
+        optimizer = nnx.jit(lambda model: nnx.Optimizer(model, tx, wrt=nnx.Param))(model)
+        graph, arrays = nnx.split((model, optimizer))
+
+        def step(arrays, x):
+            model, optimizer = both = nnx.merge(graph, arrays)
+            value, grads = nnx.value_and_grad(lambda model: (model(x) ** 2).mean())(model)
+            optimizer.update(model, grads)
+            return nnx.state(both), value
+
+        return step, arrays
+    graph = nnx.graphdef(model) if kind == "nnx" else None
+
+    def loss(params, x):
+        y = nnx.merge(graph, params)(x) if kind == "nnx" else model.apply({"params": params}, x)
+        return (y**2).mean()
+
+    def step(carried, x):
+        params, state = carried
+        value, grads = jax.value_and_grad(loss)(params, x)
+        return jo.update_params(tx, grads, state, params), value
+
+    return step, (params, tx.init(params))
+
+
+@pytest.mark.parametrize("kind", ["linen", "linen that loads", "nnx", "nnx.Optimizer"])
+def test_parameters_of_scanned_layers_in_host_memory(kind):
+    """``jo.to_host`` moves them, and the scans load their rows; values are those of plain optax."""
+    inner = optax.adamw(1e-2)
+    plain, want = step_of(kind, inner, moved=False)
+    step, got = step_of(kind, jo.offload(inner), moved=True)
+    plain, step, where = jax.jit(plain), jo.jit(step, donate_argnums=0), shardings_in(got)
+    table = jo.placement(step, got, X)
+    (row,) = (leaf for leaf in table.leaves if leaf.nbytes == 4 * 128 * 128 * 4 and "scan that reads" in leaf.streams)
+    assert "device_put" not in row.streams, table
+    for _ in range(2):
+        want, value = plain(want, X)
+        got, own_value = step(got, X)
+        np.testing.assert_allclose(own_value, value, rtol=1e-5)
+    assert shardings_in(got) == where
+    for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-6)

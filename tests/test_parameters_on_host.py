@@ -272,9 +272,10 @@ def through_checkpoint(params: Any, x: Any) -> Any:
     return jax.checkpoint(functools.partial(loss_of, jax.checkpoint(plain)))(params, x)
 
 
-def in_groups(params: Any, x: Any) -> Any:
+def in_groups(params: Any, x: Any, recomputed: Any = lambda group: group) -> Any:
     """Scan over groups of two layers."""
 
+    @recomputed
     def group(x: Any, layers: Any) -> Any:
         return jax.lax.scan(lambda x, w: (jax.checkpoint(plain)(x, w), None), x, layers)[0]
 
@@ -283,7 +284,22 @@ def in_groups(params: Any, x: Any) -> Any:
     return ((x @ params["head"]) ** 2).mean()
 
 
+def in_a_shard_map(tx: Any) -> Any:
+    """Make the gradients in a ``shard_map``, and update behind it."""
+
+    def step(params: Any, state: Any, x: Any) -> Any:
+        @functools.partial(jax.shard_map, in_specs=PartitionSpec(), out_specs=PartitionSpec(), check_vma=False)
+        def value_and_grads(params: Any, x: Any) -> Any:
+            return jax.lax.pmean(jax.value_and_grad(layered)(params, x), "data")
+
+        value, grads = value_and_grads(params, x)
+        return *jo.update_params(tx, grads, state, params), value
+
+    return step
+
+
 layered = functools.partial(loss_of, jax.checkpoint(plain))
+recomputed = functools.partial(in_groups, recomputed=jax.checkpoint)
 CLIPPED = optax.chain(optax.clip_by_global_norm(0.01), ADAMW)
 PASSES: dict[str, Any] = {  # the optimizer, and the step
     "a checkpoint around the loss": (ADAMW, lambda tx: trained(tx, through_checkpoint, "update_params")),
@@ -293,6 +309,8 @@ PASSES: dict[str, Any] = {  # the optimizer, and the step
     "microbatches, clipped": (CLIPPED, lambda tx: in_microbatches(tx, layered)),
     "microbatches, unrolled": (ADAMW, lambda tx: in_microbatches(tx, layered, unroll=2)),
     "groups of layers": (ADAMW, lambda tx: trained(tx, in_groups, "update_params")),
+    "groups that are recomputed": (ADAMW, lambda tx: trained(tx, recomputed, "update_params")),
+    "a shard_map": (ADAMW, in_a_shard_map),
     "a mean of losses": (ADAMW, lambda tx: in_microbatches(tx, layered, mean_of_losses=True)),
 }
 
@@ -301,7 +319,8 @@ PASSES: dict[str, Any] = {  # the optimizer, and the step
 def test_passes_in_loops_and_checkpoints_load_rows(name):
     """No step loads the layers as a whole, however often it goes through them."""
     inner, make = PASSES[name]
-    sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Auto,))
+    sharding = NamedSharding(mesh, PartitionSpec())
     rng = np.random.default_rng(0)
     whole = {"layers": rng.normal(size=(4, 128, 128)) / 16, "head": rng.normal(size=(128, 8))}
     params = jax.device_put(jax.tree.map(jnp.float32, whole), sharding)
@@ -309,13 +328,14 @@ def test_passes_in_loops_and_checkpoints_load_rows(name):
     tx = jo.offload(inner)
     want, got = (params, tx.init(params)), (jo.to_host(params), tx.init(params))
     plain_step, step = jax.jit(make(tx)), jo.jit(make(tx), donate_argnums=(0, 1))
-    table = jo.placement(step, *got, x)
-    (row,) = (leaf for leaf in table.leaves if leaf.path == "[0]['layers']")
-    assert "rows, in the scan that reads the parameters" in row.streams and "device_put" not in row.streams, table
-    for _ in range(2):
-        *want, value = plain_step(*want, x)
-        *got, own_value = step(*got, x)
-        assert_close([*got, own_value], [*want, value], 1e-5)
+    with jax.set_mesh(mesh):
+        table = jo.placement(step, *got, x)
+        (row,) = (leaf for leaf in table.leaves if leaf.path == "[0]['layers']")
+        assert "rows, in the scan that reads the parameters" in row.streams and "device_put" not in row.streams, table
+        for _ in range(2):
+            *want, value = plain_step(*want, x)
+            *got, own_value = step(*got, x)
+            assert_close([*got, own_value], [*want, value], 1e-5)
         assert kinds(got[0]) == [DEVICE, HOST]
         assert kinds(got[1]) == kinds(tx.init(params))
 
@@ -411,7 +431,7 @@ def test_clipped_and_pipelined(form, gradients):
     table = jo.placement(train, *carry, x)
     (row,) = (leaf for leaf in table.leaves if leaf.path == "[0]['layers']")
     assert "4 rows, in the scan that reads the parameters" in row.streams, table
-    assert not any("whole" in how for how in table.elsewhere), table
+    assert not any("whole" in how for how in [row.streams, *table.elsewhere]), table
     for _ in range(3):
         *want, value = plain_step(*want, x)
         carry, aux = train(carry, x)
@@ -420,6 +440,37 @@ def test_clipped_and_pipelined(form, gradients):
     assert_close(got, want, 1e-5)
     assert kinds(got[0]) == [DEVICE, HOST]
     assert kinds(got[1]) == kinds(tx.init(params))
+
+
+@pytest.mark.parametrize("form", ["update", "update_params"])
+def test_clipped_behind_the_passes(form):
+    """The update streams the parameters with the state, whoever adds the updates to them."""
+    sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    params = jax.device_put({"layers": jnp.full((4, 128, 128), 0.01), "head": jnp.ones((128, 8))}, sharding)
+    x, tx = jax.device_put(jnp.ones((8, 128)), sharding), jo.offload(CLIPPED)
+    want, got = (params, CLIPPED.init(params)), (jo.to_host(params), tx.init(params))
+    plain_step = jax.jit(trained(CLIPPED, layered, "update"))
+    step = jo.jit(trained(tx, layered, form), donate_argnums=(0, 1))
+    table = jo.placement(step, *got, x)
+    assert not any("device_put" in leaf.streams for leaf in table.leaves), table
+    for _ in range(2):
+        *want, value = plain_step(*want, x)
+        *got, own_value = step(*got, x)
+        assert_close([*got, own_value], [*want, value], 1e-5)
+        assert kinds(got[0]) == [DEVICE, HOST]
+
+
+@pytest.mark.parametrize("differentiates", [False, True])
+def test_an_evaluation_loads_rows(differentiates):
+    """A function without an update does so under ``jo.jit``."""
+    sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    params = jax.device_put({"layers": jnp.full((4, 128, 128), 0.01), "head": jnp.ones((128, 8))}, sharding)
+    x, there = jax.device_put(jnp.ones((8, 128)), sharding), jo.to_host(params)
+    fun = jax.value_and_grad(layered) if differentiates else layered
+    evaluate = jo.jit(fun)
+    (row,) = jo.placement(evaluate, there, x).leaves
+    assert row.streams.startswith("4 rows, in the scan that reads the parameters"), row
+    assert_close(evaluate(there, x), fun(params, x), 1e-5)
 
 
 def test_a_type_that_says_the_device():
@@ -495,3 +546,10 @@ def test_which_parameters_move(abstract):
     tx = jo.offload(ADAMW)
     with pytest.raises(TypeError, match=r"select, fraction: .*Fix: leave them out"):
         jo.to_host(tx, tx.init(params) if not abstract else jo.abstract_state(tx, params), select="layers")
+
+
+def test_a_table_of_the_optimizer_takes_gradients_from_the_device():
+    sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    params = jo.to_host({"w": jnp.ones((128, 128), device=sharding)})
+    (mu, nu) = (leaf for leaf in jo.placement(jo.offload(ADAMW), params).leaves if leaf.host)
+    assert mu.streams == nu.streams == "whole, 3 leaves together"  # with the parameter

@@ -206,8 +206,8 @@ class Emitter:
         outer, inner, body, n = nest.outer, nest.inner, nest.body, nest.inner.length
         in_body = dict(zip(inner.ys, inner.eqn.outvars[len(inner.carry) :], strict=True))
         fed = {j: self.fed[k] for j, k in nest.handed_on.items() if k in self.fed}
-        reread = self.plan.reread
-        again = {j: k for j, k in nest.handed_on.items() if k in reread and reread[k].slice.loads}
+        reread, loading = self.plan.reread, {k for k, each in self.plan.reread.items() if each.slice.loads}
+        again = {j: k for j, k in nest.handed_on.items() if k in loading and nest.hands_on([k])}
         results = dict(zip(self.scan.ys, body.outputs[len(outer.init) :], strict=True))
         read = {*nest.after.inputs, *variables(results[y] for y in self.kept)}
         kept = [y for y, v in in_body.items() if v in read]
@@ -217,14 +217,18 @@ class Emitter:
             if k in self.fed or k in again.values():
                 return None  # its rows are made one by one
             if (each := reread.get(k)) is not None:
-                wholes = self.others | hand.wholes
-                own = {v: self.buffers.read(v, wholes[v], group * n, n) for v in each.slice.inputs}
-                return self.reread(k, own, group * n + jnp.arange(n))
+                wholes, start = self.others | hand.wholes, group * n
+                own = {v: self.buffers.load(wholes, v, start, n) if is_host_aval(v.aval)
+                       else self.buffers.read(v, wholes[v], start, n) for v in each.slice.inputs}  # fmt: skip
+                return self.reread(k, own, start + jnp.arange(n))
             in_layers = not isinstance(x, Literal) and x in nest.layers
             return xs[k][group * n : (group + 1) * n] if in_layers else xs[k][group]
 
         order = sorted(range(outer.length), reverse=outer.reverse)
         for group in order:
+            if loading - {*again.values()}:  # a whole group is loaded, and not ahead of the one before
+                (*wholes, carried) = together([*hand.wholes.values(), carried])
+                hand.wholes = dict(zip(hand.wholes, wholes, strict=True))
             rows = [rows_of(k, x, group) for k, x in enumerate(outer.xs)]
             env: Values = dict(zip(body.inputs, [*body.consts, *consts, *carried, *rows], strict=True))
             env.update(zip(nest.before.outputs, nest.before.run(*(env[v] for v in nest.before.inputs)), strict=True))

@@ -44,7 +44,7 @@ from jax_offload._program.memory import (
     with_kind,
 )
 from jax_offload._program.private import without_dead_code
-from jax_offload._program.program import flat, numbered, structure
+from jax_offload._program.program import flat, is_load, is_store, numbered, structure
 from jax_offload._program.propagate import Node
 from jax_offload._rewrite.canonical import dereferenced
 from jax_offload._rewrite.checked import check_order, tell
@@ -90,6 +90,9 @@ class Driven:
         self._places: dict[Var, Sharding] = {v: s for v, s in zip(own, placed, strict=True) if s is not None}
         self._places |= self._files.places(self._devices) | found.scattered
         self._like = {w: v for v, parts in found.parts.items() for w, _ in parts} | found.next_of
+        # parameters in host memory that the step loads itself
+        moves = [eqn for eqn in self._files.program.eqns if is_load(eqn) or is_store(eqn)]
+        self._like |= {v: x for eqn in moves for x, v in zip(variables(eqn.invars), eqn.outvars, strict=True)}
         self.donated = {v for v, given in zip(own, donated, strict=True) if given}
         self._compiled, self._key_of = dict[Hashable, Jit](), numbered()
         self._step, tasks = self._scheduled(found, segments)
@@ -184,8 +187,7 @@ class Driven:
 
     def place(self, v: Var) -> Sharding:
         """Return where a value belongs: replicated in its own memory, unless its sharding is known."""
-        everywhere = with_kind(self._everywhere, HOST_KIND) if is_host_aval(v.aval) else self._everywhere
-        return self._place_of(v) or everywhere
+        return with_kind(self._place_of(v) or self._everywhere, HOST_KIND if is_host_aval(v.aval) else DEVICE_KIND)
 
     def _program(self, task: Task) -> Callable[..., Sequence[Any]]:
         """Make the program of a task; tasks that do the same share it."""

@@ -173,7 +173,8 @@ def of_transformation(tx: Any, params: Any, **extra_args: Any) -> tuple[Placemen
     rows, state = described_state(tx, params)
 
     def update(state: Any, params: Any, extra_args: Any) -> None:
-        optax.with_extra_args_support(tx).update(params, state, params, **extra_args)
+        gradients = _memory.loaded(params)  # the passes make them on the device
+        optax.with_extra_args_support(tx).update(gradients, state, params, **extra_args)
 
     with described(params):
         trace, unknown = trace_of(update, state, params, extra_args)

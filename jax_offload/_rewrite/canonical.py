@@ -126,8 +126,18 @@ def inside_shard_maps(program: Program) -> Program:
     for find in (_after_shard_map, _before_shard_map):
         for at, eqn in enumerate(program.eqns):
             if eqn.primitive.name == "shard_map" and _is_manual(eqn) and (moved := find(program, at)):
-                return _moved_inside(program, at, moved)
+                return _moved_inside(program, at, [*_loads_for(program, at, moved), *moved])
     return program
+
+
+def _loads_for(program: Program, at: int, moved: Sequence[Equation]) -> list[Equation]:
+    """Find the loads that only a ``shard_map`` and equations that move into it read, where each device has the whole
+    value: inside, a scan loads its rows."""
+    this, inside = program.eqns[at], {id(program.eqns[at]), *map(id, moved)}
+    specs = zip(this.invars, this.params["in_specs"], strict=True)
+    whole = {v for v, spec in specs if isinstance(v, Var) and not any(spec)} - {*variables(program.outputs)}
+    whole.difference_update(v for eqn in program.eqns if id(eqn) not in inside for v in variables(eqn.invars))
+    return [eqn for eqn in program.eqns[:at] if is_load(eqn) and id(eqn) not in inside and eqn.outvars[0] in whole]
 
 
 def _is_manual(this: Equation) -> bool:

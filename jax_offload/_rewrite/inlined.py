@@ -6,15 +6,15 @@ import dataclasses
 from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import TypeVar
 
-from jax_offload._emit.find import is_update
+from jax_offload._emit.find import holds_update, is_update
 from jax_offload._emit.region import Update
 from jax_offload._program.arrays import nbytes
 from jax_offload._program.donation import unguarded
-from jax_offload._program.jaxprs import Atom, DropVar, Equation, Literal, Var, inner_of, variables
+from jax_offload._program.jaxprs import Atom, DropVar, Equation, Literal, Var, inner_of, scan_of, variables
 from jax_offload._program.memory import is_host_aval
 from jax_offload._program.primitives import CHECKPOINT, ELEMENTWISE
 from jax_offload._program.program import Builder, Program, decomposed, flat, is_load, is_store, kept_apart
-from jax_offload._program.propagate import Facts, Mask, union
+from jax_offload._program.propagate import Facts, Mask, needed_for, union
 from jax_offload._schedule.after import FLOPS_PER_BYTE
 from jax_offload._schedule.gates import is_heavy_equation
 from jax_offload._schedule.transfers import same_type
@@ -154,7 +154,7 @@ class Inlined:
       own: the equations of the updates, by identity, each with the number of its update.
       next_of: result -> the variable of the step whose next value it is.
       waiting: the same of gradients that wait in host memory for the next step.
-      like: the equation of the first update.
+      like: the equation of the first update, or a scan where there is none.
     """
 
     program: Program
@@ -176,8 +176,10 @@ class Inlined:
 
 
 def inlined(program: Program) -> Inlined | None:
-    """Return the program with its updates inlined; ``None`` where it has none."""
+    """Return the program with its updates inlined; ``None`` where it has none, and no scan that could load rows."""
     like = next(filter(is_update, program.eqns), None)
+    if like is None and not any(map(holds_update, program.eqns)):  # an evaluation
+        like = next((eqn for eqn in program.eqns if scan_of(eqn) is not None), None)
     if like is None:
         return None
     eqns, updates, own = list[Equation](), list[Update](), dict[int, int]()
@@ -202,7 +204,51 @@ def inlined(program: Program) -> Inlined | None:
         shards |= {v: shards[x] for v, x in pairs.items() if x in shards and v.aval.shape == x.aval.shape}
         next_of |= pairs
     step = dataclasses.replace(program, eqns=eqns, outputs=new.read(program.outputs), shards=shards)
-    return Inlined(step, tuple(updates), own, next_of, _waiting(step, next_of), like)
+    return _with_parameters(Inlined(step, tuple(updates), own, next_of, _waiting(step, next_of), like))
+
+
+def _with_parameters(step: Inlined) -> Inlined:
+    """Let an update also add its results to parameters in host memory, which then stream with its state.
+
+    Where ``optax.apply_updates`` stands behind the update it would load them as a whole.
+    """
+    of = {v: step.own[id(eqn)] for eqn in step.program.eqns if id(eqn) in step.own for v in eqn.outvars}
+    taken, next_of, updates = dict[int, int](), dict[Var, Var](), [*step.updates]
+    for v, old in step.waiting.items():
+        chain, needs = needed_for(step.program.eqns, [v], lambda eqn: id(eqn) not in step.own and _adds_up(eqn))
+        given = needs - {x for eqn in chain for x in eqn.outvars}
+        numbers = {of[x] for x in given if x in of}
+        if old in given and len(numbers) == 1 and of.keys() >= given - {old}:
+            (number,) = numbers
+            next_of[v] = old
+            taken |= dict.fromkeys(map(id, chain), number)
+            first, *others = updates[number].claims
+            claims = [dataclasses.replace(first, leaves=first.leaves | {old}), *others]
+            nexts = {**updates[number].next_values, v: old}
+            updates[number] = dataclasses.replace(updates[number], next_values=nexts, claims=claims)
+    loads = {eqn.outvars[0]: eqn for eqn in step.program.eqns if id(eqn) in taken and is_load(eqn)}
+    own, new = {**step.own}, Builder()
+    for eqn in step.program.eqns:
+        if id(eqn) not in taken or is_load(eqn):
+            new.eqns.append(eqn)
+            continue
+        at = len(new.eqns)
+        # a pass may read the value that is loaded already
+        new.copy(*(loads[v] for v in variables(eqn.invars) if v in loads and v not in new.names))
+        new.put(eqn)
+        own.update((id(each), taken[id(eqn)]) for each in new.eqns[at:])
+    return dataclasses.replace(
+        step,
+        program=dataclasses.replace(step.program, eqns=new.eqns),
+        updates=tuple(updates),
+        own=own,
+        next_of={**step.next_of, **next_of},
+        waiting={v: old for v, old in step.waiting.items() if v not in next_of},
+    )
+
+
+def _adds_up(eqn: Equation) -> bool:
+    return eqn.primitive.name in ELEMENTWISE or is_load(eqn) or is_store(eqn)
 
 
 def _put(

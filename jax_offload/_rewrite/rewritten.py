@@ -36,6 +36,7 @@ from jax_offload._program.jaxprs import (
     sharded_like,
     variables,
 )
+from jax_offload._program.memory import is_host_aval
 from jax_offload._program.primitives import is_loop
 from jax_offload._program.private import manual_axes_of, without_dead_code
 from jax_offload._program.program import (
@@ -59,8 +60,8 @@ from jax_offload._schedule.schedule import Gate, Planned
 
 
 def rewritten(closed: ClosedJaxpr) -> ClosedJaxpr:
-    """Return the step to run, with the same arguments and results; the given step if it has no updates."""
-    if not any(map(holds_update, closed.jaxpr.eqns)):
+    """Return the step to run, with the same arguments and results."""
+    if not any(map(holds_update, closed.jaxpr.eqns)) and not any(is_host_aval(v.aval) for v in closed.jaxpr.invars):
         return closed
     program = flat(closed)
     lost = unreturned(program)

@@ -261,8 +261,6 @@ class Hoist:
             few = sum(nbytes(v.aval) for v in s.loads) <= 2 * nbytes(x.aval)
             if not large or not few or not all(map(needed.get, leads)) or not s.core.loads.issuperset(s.loads):
                 continue
-            if s.loads and self.nest and not self.nest.hands_on([k]):  # it would load a whole group
-                continue
             if s.loads and any(needed[v] and v not in moving and not is_host_aval(v.aval) for v in s.inputs):
                 continue  # with rows on the device beside them it is new parameters, which are on the device too
             rows = needed[leads[0]]

@@ -16,7 +16,7 @@ from jax_offload._disk.leaves import is_on_disk
 from jax_offload._emit.find import is_update
 from jax_offload._program.jaxprs import MATMULS, Equation, Var, holds, located, values_of, variables
 from jax_offload._program.memory import DEVICE_KIND, HOST_KIND, HostStruct, abstract, is_host_aval, on_host, with_kind
-from jax_offload._program.program import flat
+from jax_offload._program.program import flat, is_load
 from jax_offload._program.propagate import Mask, union
 from jax_offload._program.shardings import constrained, sharding_of, typed_sharding
 from jax_offload._rewrite.canonical import dereferenced
@@ -130,6 +130,10 @@ class Rotated:
         read = [v for part in (cut.update, cut.after) for v in part.inputs] + variables(self._results)
         known = {*program.inputs[: len(program.consts)]} | after_gradients
         kept = {v for v in read if v not in known}
+        # a parameter waits in host memory, and not what the passes have loaded of it
+        loads = {eqn.outvars[0]: eqn.invars[0] for eqn in cut.program.eqns if is_load(eqn)}
+        self._loads = {v: x for v in kept if (x := loads.get(v)) in own}
+        kept = (kept | {*self._loads.values()}) - self._loads.keys()
         produced = [v for v in dict.fromkeys(read) if v in kept and v not in {*inputs}]
         # An argument that nothing late reads keeps its place, so that places do not depend on the step.
         self._own = dict(zip(names_of(carried), own, strict=True))
@@ -193,6 +197,7 @@ class Rotated:
         env = dict(zip(program.inputs[: len(program.consts)], program.consts, strict=True))
         for keys, values in zip(self._keys, kept, strict=True):
             env |= {v: values[name] for v, name in keys.items()}
+        env |= {v: jax.device_put(env[x], jax.memory.Space.Device) for v, x in self._loads.items()}
         _run(self._cut.update, env)
         _run(self._cut.after, env)
         return values_of(env, self._results), self._aux(env, self._late)
