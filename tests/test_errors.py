@@ -161,6 +161,16 @@ def test_state_of_another_optimizer(other):
         jax.jit(tx.update)(params(), other.init(params()))
 
 
+def test_masters_do_not_tell_the_parameters():
+    """The first line of the error names the argument that is missing; the rest shows two long trees."""
+    tx = jo.offload(jo.with_master_params(ADAM), min_bytes=0)
+    given = jax.tree.map(lambda x: x.astype(jnp.bfloat16), params())
+    state = tx.init(given)
+    with pytest.raises(ValueError, match=r"^.*state: its tree is not.*left out params.*\(tx, state, params\).*\n"):
+        jo.to_host(tx, state)
+    assert jax.tree.structure(jo.to_host(tx, state, given)) == jax.tree.structure(state)
+
+
 def test_state_for_other_parameters():
     tx = jo.offload(ADAM, min_bytes=0)
     with pytest.raises(ValueError, match=r"state: its tree is not"):

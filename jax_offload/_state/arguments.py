@@ -148,7 +148,7 @@ def check_like(state: Any, expected: Any, fix: str, cause: Exception | None = No
     if tree != jax.tree.structure(expected):
         raise ValueError(
             "state: its tree is not the one that this optimizer's init gives; was it made by another optimizer, or "
-            f"for other parameters?\n  got      {tree}\n  expected {jax.tree.structure(expected)}\n{fix}"
+            f"for other parameters? {fix}\n  got      {tree}\n  expected {jax.tree.structure(expected)}"
         ) from cause
     for (path, x), wanted in zip(flat, jax.tree.leaves(expected), strict=True):
         dtype = getattr(x, "dtype", None)

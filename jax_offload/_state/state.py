@@ -164,8 +164,8 @@ def to_host(tx: Any, state: Any = None, params: Any = None, *, select: Any = Non
 
 
 _GIVE_PARAMS = (
-    "If params were left out, they are taken to be like the largest part of the state that has their tree. Factored "
-    "moments, masters, and moments of another dtype are not like them: pass params."
+    "If you left out params, they were read off the state, which cannot show them in the case of masters, factored "
+    "moments, and moments of another dtype: pass params, (tx, state, params)."
 )
 
 
