@@ -28,13 +28,12 @@ ROOT = Path(__file__).parents[1]
 BLOCK = re.compile(r"```python\n(.*?)```", re.DOTALL)
 # The most words on each page, or on several pages together.
 WORDS = {
-    "README.md": 500, "docs/plan.md": 900, "docs/step.md": 1200, "docs/frameworks.md docs/trainers.md": 1100,
-    "docs/options.md": 700, "docs/precision.md": 700, "docs/sharding.md": 1200, "docs/state.md": 1300,
+    "README.md": 500, "docs/plan.md": 900, "docs/step.md": 1200, "docs/frameworks.md docs/trainers.md": 1550,
+    "docs/options.md": 700, "docs/precision.md": 700, "docs/sharding.md": 1050, "docs/state.md": 1000,
     "docs/host_cores.md": 600, "docs/disk.md": 1000, "docs/inspect.md": 700, "docs/command_line.md": 400,
     "docs/recipes.md": 900, "docs/troubleshooting.md": 1200, "docs/migrate.md": 600, "docs/how_it_works.md": 900,
     "docs/api.md": 100, "docs/what_hides.md": 710, "CONTRIBUTING.md": 900,
 }  # fmt: skip
-TRAIN_STATE = "A TrainState"  # a section of docs/state.md that continues docs/frameworks.md
 # Sections whose code needs a package that the test environment may lack.
 LONG_LOOP = pytest.mark.long("trains the same loop")
 PACKAGES = {"Equinox": "equinox", "Haiku": "haiku", "Tunix": "tunix"}
@@ -44,9 +43,8 @@ def blocks(page: str) -> list[str]:
     return BLOCK.findall((ROOT / page).read_text())
 
 
-def run(page: str, namespace: dict[str, Any], without: str = "") -> dict[str, Any]:
-    skipped = in_section(without, page) if without else []
-    for k, block in enumerate(block for block in blocks(page) if block not in skipped):
+def run(page: str, namespace: dict[str, Any]) -> dict[str, Any]:
+    for k, block in enumerate(blocks(page)):
         block = re.sub(r', target="[\w:]+"', "", block)  # ``tests/analysis`` compiles for chips that are absent
         exec(compile(block, f"{page}, block {k}", "exec"), namespace)
     return namespace
@@ -128,13 +126,13 @@ def test_the_readme(capsys):
     "page", ["step", "options", pytest.param("recipes", marks=pytest.mark.long("many steps")), "state"]
 )
 def test_a_page(page, tmp_path):
-    found = run(f"docs/{page}.md", Reader(tmp_path).namespace, without=TRAIN_STATE if page == "state" else "")
+    found = run(f"docs/{page}.md", Reader(tmp_path).namespace)
     assert moments(found["state"]).sharding.memory_kind == "pinned_host"
 
 
-def in_section(title: str, page: str = "docs/frameworks.md") -> list[str]:
-    """The code of a section of a page, by default of the one that shows the training loop."""
-    return BLOCK.findall(re.split(rf"\n##+ {title}\n", (ROOT / page).read_text())[1].split("\n##")[0])
+def in_section(title: str) -> list[str]:
+    """The code of a section of the page that shows the training loop."""
+    return BLOCK.findall(re.split(rf"\n##+ {title}\n", (ROOT / "docs/frameworks.md").read_text())[1].split("\n##")[0])
 
 
 def run_twice(code: str, found: dict[str, Any]) -> None:
@@ -167,6 +165,13 @@ def test_your_training_loop(section, tmp_path):
         run_twice(loop, found)
         before = loop.partition("# 5. ")[0].replace("params(clipped)", "params(adamw)")
         run_twice(before + unclipped, found | {"folder": tmp_path / "unclipped"})
+        wrapped, verified = "tx = jo.offload(inner)", "print(jo.verify(train, params, state, batch))\n"
+        assert wrapped in loop and verified in unclipped
+        after = unclipped.replace("jo.jit", "jax.jit").replace(verified, "")
+        resident = found | {"folder": tmp_path / "resident"}
+        exec(loop.partition("# 5. ")[0].replace(wrapped, "tx = inner") + after, resident)
+        assert resident["train"]._cache_size() == 1
+        assert moments(resident["state"]).sharding.memory_kind == "device"
     elif section == "annotated nnx":
         abstract = "graph, shapes = nnx.get_abstract_model(make_model, mesh)"
         assert f"`{abstract}`" in " ".join(page.split())
@@ -183,7 +188,7 @@ def test_your_training_loop(section, tmp_path):
     assert moment.sharding.shard_shape(moment.shape) == (*moment.shape[:-1], moment.shape[-1] // 8)
     if section == "Flax linen":
         found["folder"] = tmp_path / "train_state"
-        run_twice(in_section(TRAIN_STATE, "docs/state.md")[0], found)
+        run_twice(in_section("A TrainState")[0], found)
         assert found["run"].step == 8
         assert optax.tree.get(found["run"].opt_state, "learning_rate") == jnp.float32(3e-4)
         assert moments(found["run"].opt_state).sharding == moment.sharding
@@ -207,21 +212,39 @@ def test_nnx_with_batch_statistics(tmp_path):
         optimizer.update(model, grads)
         return value
 
+    *before, loop = in_section("Dropout and batch statistics")
+    page = (ROOT / "docs/frameworks.md").read_text()
+    start = BLOCK.search(page)[1].partition("# 4. ")[0]
     found = Reader(tmp_path).namespace | {"nnx": nnx, "make_model": Model}
-    exec(in_section("Flax nnx")[1], found)
-    _, *arrays = nnx.split(Model(), nnx.Param, ...)
-    params, others = jax.device_put(arrays, jax.devices()[0])
+    exec("\n".join(before), found)
+    exec(start.replace("learning_rate=1e-3", "learning_rate=1e-2"), found)
+    run_twice(loop, found)
     model = Model()
     optimizer = nnx.Optimizer(model, found["inner"], wrt=nnx.Param)
-    carry = params, found["tx"].init(params), others
-    for _ in range(3):
-        carry, aux = found["train"](carry, found["batch"])
-        np.testing.assert_allclose(aux.now, plain(model, optimizer, found["batch"]), rtol=1e-5)
-    params, state, others = found["train"].finish(carry)
-    assert moments(state).sharding.memory_kind == "pinned_host"
-    np.testing.assert_allclose(params["linear"]["kernel"][...], model.linear.kernel[...], rtol=1e-5, atol=1e-6)
+    for _ in range(8):
+        value = plain(model, optimizer, found["batch"])
+    np.testing.assert_allclose(found["aux"].now, value, rtol=1e-5)
+    others = found["others"]
+    assert moments(found["state"]).sharding.memory_kind == "pinned_host"
+    np.testing.assert_allclose(found["params"]["linear"]["kernel"][...], model.linear.kernel[...], rtol=1e-5, atol=1e-6)
     np.testing.assert_allclose(others["norm"]["mean"][...], model.norm.mean[...], rtol=1e-5, atol=1e-6)
-    assert others["dropout"]["rngs"]["count"][...] == model.dropout.rngs.count[...] == 3
+    assert others["dropout"]["rngs"]["count"][...] == model.dropout.rngs.count[...] == 8
+
+
+def test_an_nnx_optimizer(tmp_path):
+    found = Reader(tmp_path).namespace
+    exec(in_section("Flax nnx")[0], found)
+    exec(in_section("An nnx.Optimizer")[0], found)
+    assert found["optimizer"].step[...] == 1
+    assert moments(nnx.state(found["optimizer"])).sharding.memory_kind == "pinned_host"
+
+
+def test_plain_jax(tmp_path, capsys):
+    found = Reader(tmp_path).namespace
+    exec(in_section("Plain JAX on one GPU")[0], found)
+    losses = [float(line) for line in capsys.readouterr().out.splitlines()[-4:]]
+    assert losses == sorted(losses, reverse=True)
+    assert moments(found["state"]).sharding.memory_kind == "pinned_host"
 
 
 @pytest.mark.parametrize("ocdbt", [False, True])
