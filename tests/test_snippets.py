@@ -165,7 +165,10 @@ def test_your_training_loop(section, tmp_path):
         run_twice(loop, found)
         before = loop.partition("# 5. ")[0].replace("params(clipped)", "params(adamw)")
         run_twice(before + unclipped, found | {"folder": tmp_path / "unclipped"})
-        wrapped, verified = "tx = jo.offload(inner)", "print(jo.verify(train, params, state, batch))\n"
+        wrapped, verified = (
+            "tx = jo.offload(inner)",
+            "print(jo.verify(train, params, state, batch))  # resident: leave this out\n",
+        )
         assert wrapped in loop and verified in unclipped
         after = unclipped.replace("jo.jit", "jax.jit").replace(verified, "")
         resident = found | {"folder": tmp_path / "resident"}
