@@ -13,12 +13,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import jax_offload as jo
-from jax_offload._look.answer import BACKWARD, OPERATIONS
+from jax_offload._look.answer import FORWARD, OPERATIONS
 from jax_offload._look.timeline import compute_time, link_time
 
 # bytes of a parameter's state that cross the link in each direction, in each step
 STORAGES = {"float32 moments, masters": 12.0, "float32 moments": 8.0, "bfloat16": 4.0, "int8": 2.0625}
 CHIPS = ("a100", "h100", "gh200", "v5e")
+BACKWARD = 1 - FORWARD / OPERATIONS
 
 
 def overhead(chip: jo.types.Chip, nbytes: float, tokens: float, share: float) -> float:

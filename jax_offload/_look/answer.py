@@ -1,8 +1,9 @@
 """The answer of ``plan``: rows, whether they fit, what they cost by the one model of time, and the verdict.
 
 Times use the roofline of ``timeline`` without a schedule: arithmetic runs at the speed that large matmuls reach on the
-chip, and copies run at the speed of the link. Under ``jo.jit`` the backward pass, two thirds of the arithmetic, hides
-transfers; under ``jo.pipelined`` the forward pass does, a third. Both directions of the link are then busy at once.
+chip, and copies run at the speed of the link. A step takes three times the arithmetic of its forward pass, or four
+times if the backward pass computes each layer once more, as the formula for activations assumes. Under ``jo.jit`` the
+backward pass hides transfers, under ``jo.pipelined`` the forward pass, with both directions of the link busy at once.
 Nothing hides an update that waits for a norm of all gradients, and its transfers use one direction after the other.
 Nothing hides an update on the host's cores either. A step takes longer by all transfers that are not hidden. If there
 is a step to compile, ``timeline`` plays its schedule instead.
@@ -16,17 +17,16 @@ import textwrap
 from functools import cached_property
 from typing import Any
 
-from jax_offload._look.chips import FRACTION, Chip, jax_takes, on_gpus
+from jax_offload._look.chips import FRACTION, HEADROOM, MOST, Chip, jax_takes, larger_share, on_gpus, share_for, usable
 from jax_offload._look.text import aligned, in_bytes, in_seconds, terminal_width
 from jax_offload._look.timeline import link_time
 from jax_offload._program.memory import POOL_HEADROOM, POOL_VARIABLE, pool_limit
 
 HEADER = ("", "params", "grads", "state", "window", "activations", "sum", "fits", "host", "adds")
 
-BACKWARD, FORWARD = 2 / 3, 1 / 3
-OPERATIONS = 6  # of the forward and the backward pass, for each parameter of a matrix and each token
-HEADROOM = 0.05  # of jax's share of a device's memory; twice that of a host's memory
-MOST = 0.95  # of a GPU's memory that jax can be told to take
+# Operations for each parameter of a matrix and each token: of a forward pass, of a step, and of a step that runs the
+# forward pass of each layer again.
+FORWARD, OPERATIONS, RECOMPUTING = 2, 6, 8
 ON_A_HOST = 8  # devices that share a host, at most
 ASK = "give activations, or layers, width and tokens"
 WORDS = {"fraction": "offloading a part", "cores": "updating on the host's cores", "disk": "a state on disk"}
@@ -115,9 +115,10 @@ class Row:
     def _cells(self) -> tuple[str, ...]:
         why = self.why.replace("activations stay", "act. stay")
         fits = "yes" if self.fits else f"no, {why}" if self.fits is False else why
-        parts = (self.parameters, self.gradients, self.state, self.window, self.activations, self.peak)
+        gradients = "in act." if self.compiled else _gib(self.gradients)
+        parts = (self.state, self.window, self.activations, self.peak)
         name = self.name if self.same_numbers else f"{self.name} *"
-        return name, *map(_gib, parts), fits, _gib(self.host), self.adds
+        return name, _gib(self.parameters), gradients, *map(_gib, parts), fits, _gib(self.host), self.adds
 
     def _details(self) -> str:
         loaded = "once or twice as much" if self.loaded is None else in_bytes(self.loaded)
@@ -136,9 +137,9 @@ class Plan:
 
     Attributes:
       chip: the accelerator, a ``Chip``; ``None`` if none was given.
-      tokens_per_step: the tokens in a step, over all devices; ``None`` if not known.
       devices: the number of devices that hold the parameters.
       compute: seconds of a step's arithmetic; ``None`` without a chip or tokens.
+      operations: the operations in it for each parameter of a matrix and each token.
       device_memory: bytes of one device; ``None`` if not known.
       host_memory: bytes of a host's memory for each of its devices; ``None`` if not known.
       options: the rows, each a ``Row``.
@@ -152,11 +153,11 @@ class Plan:
     """
 
     chip: Chip | None
-    tokens_per_step: int | None
     devices: int
     compute: float | None
     device_memory: int | None
     host_memory: int | None
+    operations: int = OPERATIONS
     options: tuple[Row, ...] = ()
     said: tuple[str, ...] = ()
 
@@ -164,12 +165,16 @@ class Plan:
     def usable(self) -> int | None:
         """Bytes that a row may take: jax's share of ``device_memory``, less the headroom; ``None`` if not known."""
         memory = self.device_memory
-        return None if memory is None else int(memory * jax_takes(self.chip)[0] * (1 - HEADROOM))
+        return None if memory is None else usable(self.chip, memory)
 
-    def judged(self, row: Row) -> Row:
-        """Complete a row with the time that its transfers add, by the model of time, and with whether it fits."""
+    def judged(self, row: Row, compute: float | None = None) -> Row:
+        """Complete a row with the time that its transfers add, by the model of time, and with whether it fits.
+
+        ``compute``: the seconds of arithmetic in the compiled step, if there is one.
+        """
         link, added = self._seconds(row) if row.added is None else (row.link, row.added)
-        share = added / self.compute if row.overhead is None and added is not None and self.compute else row.overhead
+        compute = self.compute if compute is None else compute
+        share = None if added is None or not compute else added / compute
         row = dataclasses.replace(row, link=link, added=added, overhead=share)
         if row.fits is False or self.usable is None:  # or the compiler says so
             return row
@@ -194,7 +199,8 @@ class Plan:
         if row.waits and not pipelined:  # the directions take turns
             link = link_time(chip, row.loaded, 0) + link_time(chip, 0, row.stored)
             return link, link
-        return link, max(0.0, link - (FORWARD if pipelined else BACKWARD) * (self.compute or 0.0))
+        forward = FORWARD / self.operations
+        return link, max(0.0, link - (forward if pipelined else 1 - forward) * (self.compute or 0.0))
 
     def _over_on_the_host(self, row: Row) -> int:
         """Return the bytes by which a row exceeds the host's memory less its headroom, or 0."""
@@ -275,9 +281,17 @@ class Plan:
         changes = "" if best.same_numbers else ", and changes the numbers, as nothing else fits"
         if best.fits:
             adds = "" if best.added is None else f" and adds {best.adds} to a step"
-            first = f"{name} fits with {in_bytes(best.peak)} of {in_bytes(self.usable)} on {on}{adds}{changes}."
+            of = f"{in_bytes(best.peak)} of the {in_bytes(self.usable)} usable on {on}"
+            first = f"{name} fits with {of}{adds}{changes}."
             second = f"Resident is {resident.why}." if resident and resident.why else "No other row is cheaper."
-            return f"{first} {'Nothing has to be offloaded.' if best is resident else second}", best.code, best
+            if best is resident:
+                second = "Nothing has to be offloaded."
+            elif resident and not resident.missing and resident.room is not None and resident.room < 0 and best.host:
+                share = share_for(self.chip, self.device_memory or 0, resident.peak)
+                if share <= MOST:
+                    instead = f"With {FRACTION}={share:g} in the environment, nothing has to be offloaded"
+                    first, second = f"{instead}: resident then fits.", f"Without it, {first[0].lower()}{first[1:]}"
+            return f"{first} {second}", best.code, best
         over = f"Resident is {resident.why}; {ASK}" if resident and resident.fits is False else ASK.capitalize()
         said = f"{name} fits {best.why} on {on}{changes}. {over}, and plan finds the smallest fraction."
         return said, best.code, best
@@ -288,7 +302,7 @@ class Plan:
         least = min(same, key=lambda row: row.peak)
         first = f"Nothing fits: {least.name} takes least and is {least.why} on {on}."
         for row in same:
-            needed = self._share_for(row)
+            needed = share_for(self.chip, self.device_memory or 0, row.peak)
             if (row.room or 0) < 0 and needed <= MOST and not self._over_on_the_host(row):
                 share = MOST if row.missing else needed
                 fits = _condition(row, int((self.device_memory or 0) * share * (1 - HEADROOM)) - row.peak)
@@ -304,19 +318,12 @@ class Plan:
             second = f"Activations take {in_bytes(takes)}: take fewer tokens a step, or more devices."
         return f"{first} {second}", "", None
 
-    def _share_for(self, row: Row) -> float:
-        """Return the share of a GPU's memory that jax has to take for a row and the headroom; infinite if unknown."""
-        memory = (on_gpus(self.chip) and self.device_memory) or 0
-        return math.ceil(100 * row.peak / (1 - HEADROOM) / memory) / 100 if memory else math.inf
-
     def _preallocated(self) -> str:
         """Name the rows that are more than the share of a GPU that jax takes, and less than the GPU has; or nothing."""
         said, memory = list[str](), self.device_memory or 0
         for row in self.options:
-            if not row.missing and (row.room or 0) < 0 and row.peak <= memory and self._share_for(row) < math.inf:
-                needed = self._share_for(row)
-                fix = f"fits with {FRACTION}={needed:g} before jax starts" if needed <= MOST else "leaves no headroom"
-                said.append(f"{row.name} takes {row.peak / memory:.0%} and {fix}")
+            if on_gpus(self.chip) and not row.missing and (row.room or 0) < 0 and row.peak <= memory:
+                said.append(f"{row.name} takes {row.peak / memory:.0%} and {larger_share(self.chip, memory, row.peak)}")
         taken = f"preallocation: jax takes {jax_takes(self.chip)[0]:.0%} of the device for itself"
         return "; ".join([taken, *said]) if said else ""
 
@@ -359,9 +366,10 @@ class Plan:
             return said
         if not self.compute:
             return f"{said}; without tokens nothing is hidden"
-        hides = "backward pass (2/3) hides copies"
+        hides = f"backward pass ({self.operations - FORWARD}/{self.operations}) hides copies"
         if any(row.waits for row in self.options):
-            hides = "forward pass (1/3) hides jo.pipelined's copies; nothing hides jo.jit's, which take turns"
+            hides = f"forward pass ({FORWARD}/{self.operations}) hides jo.pipelined's copies; nothing hides jo.jit's, "
+            hides += "which take turns"
         return f"{said}; the {hides}"
 
 

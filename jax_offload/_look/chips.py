@@ -27,6 +27,8 @@ _TPU_KINDS = {"v5 lite": "v5e", "v5": "v5p", "v6 lite": "v6e"}  # as jax has the
 _SAME_CARD = re.compile(r"sxm\d*|hbm\w*|80gb|141gb|480gb")
 
 FRACTION, OTHER_NAME, BY_DEFAULT = "XLA_PYTHON_CLIENT_MEM_FRACTION", "XLA_CLIENT_MEM_FRACTION", 0.75
+HEADROOM = 0.05  # of jax's share of a device's memory; twice that of a host's memory
+MOST = 0.95  # of a GPU's memory that jax can be told to take
 PIECE, PIECES = 2**26, 16  # copies of 64 MiB are far beyond the size at which their latency is felt
 ON_CPU = 2**20
 ARRAY = 2**29  # bytes of each of two arrays in host memory: far larger than the caches
@@ -177,6 +179,22 @@ def jax_takes(chip: Chip | None) -> tuple[float, str]:
     if not share > 0:
         raise ValueError(f"{name}: expected a share such as 0.9 in the environment; got {os.environ[name]!r}.")
     return share, f"jax takes {share:.0%} ({name or f'by default; {FRACTION} sets another share'})"
+
+
+def usable(chip: Chip | None, memory: int) -> int:
+    """Return the bytes of a device's memory that a step may take: jax's share, less the headroom."""
+    return int(memory * jax_takes(chip)[0] * (1 - HEADROOM))
+
+
+def share_for(chip: Chip | None, memory: int, peak: int) -> float:
+    """Return the share of a GPU's memory that jax has to take for a peak and the headroom; infinite if none is set."""
+    return math.ceil(100 * peak / (1 - HEADROOM) / memory) / 100 if on_gpus(chip) and memory else math.inf
+
+
+def larger_share(chip: Chip | None, memory: int, peak: int) -> str:
+    """Say how a peak that the device has room for, but not within jax's share, fits."""
+    needed = share_for(chip, memory, peak)
+    return f"fits with {FRACTION}={needed:g} before jax starts" if needed <= MOST else "leaves no headroom"
 
 
 def known_as(name: str) -> str | None:

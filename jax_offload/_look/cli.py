@@ -36,7 +36,7 @@ EXIT_CODES = """Exit codes:
   2  an option is wrong
   3  nothing fits
   4  the chip is not known
-  6  the offload of the step is not real: check says why
+  6  the step does not offload, or does not fit: check says why
   7  this machine cannot offload: doctor says why
   8  the compiler for the target is not installed
   9  the function of yours raises, or its module does"""
@@ -140,7 +140,7 @@ def _check(step: str, target: str | None, as_json: bool) -> int:
         _on_the_cpu()
     found = inspect(*load(step, "(step, *arguments)"), target=target)
     where = f"compiled for {found.target}" if found.compiled_for else f"on {found.target}"
-    said = "The offload is not real" if found.errors else "The offload is real"
+    said = "The step fails" if found.errors else "The step passes"
     print(json.dumps(found.to_dict(), indent=1) if as_json else f"{said}, {where}.\n\n{found}")
     return NOT_REAL if found.errors else 0
 

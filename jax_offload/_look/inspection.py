@@ -8,11 +8,11 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from jax_offload._look.chips import Chip
+from jax_offload._look.chips import HEADROOM, Chip, larger_share, usable
 from jax_offload._look.chips import chip as chip_of
 from jax_offload._look.compiled import SAYS, Compiled, compiled
 from jax_offload._look.hlo import SCOPE
-from jax_offload._look.text import aligned, in_mib, in_seconds, some
+from jax_offload._look.text import aligned, in_bytes, in_mib, in_seconds, some
 from jax_offload._look.timeline import UNKNOWN, Program, Timeline, Transfer, transfers
 
 _LARGE = 64 * 2**20  # below it, loading all of a state at once costs nothing
@@ -23,7 +23,7 @@ _MOST, _MOST_OF_A_STREAM = 0.5, 0.9
 
 @dataclasses.dataclass(frozen=True)
 class Problem:
-    """Something wrong and its fix; the leaf that it concerns, if one; whether it makes the offload unreal."""
+    """Something wrong and its fix; the leaf that it concerns, if one; whether ``verify`` raises it."""
 
     what: str
     leaf: str = ""
@@ -35,7 +35,7 @@ class Problem:
 
 def problems(program: Compiled, schedule: Program, moved: Sequence[Transfer], window: int) -> tuple[Problem, ...]:
     """Return the faults of a step that is meant to be offloaded, errors first."""
-    checks = _nothing_there, _not_where_they_should_be, _crossed
+    checks = _nothing_there, _not_where_they_should_be, _crossed, _too_large
     found = [problem for check in checks for problem in check(program)]
     found += [*_all_at_once(program, moved, window), *_host_arithmetic(schedule)]
     return tuple(sorted(found, key=lambda problem: not problem.error))
@@ -104,6 +104,24 @@ def _crossed(program: Compiled) -> Iterator[Problem]:
             yield Problem(what, module.arguments[number].scope)
 
 
+def _too_large(program: Compiled) -> Iterator[Problem]:
+    """Find a peak beyond the limit of ``plan``; it is an error if the chip does not have that much memory."""
+    peak, chip = sum(program.parts.values()), program.chip
+    if chip is None or peak <= (limit := usable(chip, chip.hbm_bytes)):
+        return
+    if peak > chip.hbm_bytes:
+        what = (
+            f"the peak is {in_bytes(peak)}, and {chip.name} has {in_bytes(chip.hbm_bytes)}: compute fewer tokens at a "
+            "time, put a jax.checkpoint around each layer, or divide the parameters over more devices"
+        )
+    else:
+        what = (
+            f"the peak is {in_bytes(peak)}, and jax's share of {chip.name} less {HEADROOM:.0%} headroom is "
+            f"{in_bytes(limit)}: the step {larger_share(chip, chip.hbm_bytes, peak)}"
+        )
+    yield Problem(what, error=peak > chip.hbm_bytes)
+
+
 def _all_at_once(program: Compiled, moved: Sequence[Transfer], held: int) -> Iterator[Problem]:
     loaded = {t.leaf: t.nbytes for t in moved if t.loads and t.leaf != UNKNOWN}
     total = sum(loaded.values())
@@ -144,8 +162,8 @@ def _host_arithmetic(schedule: Program) -> Iterator[Problem]:
 
 
 _UNSEEN_ON_A_CPU = (
-    "whether the state streams or is on the device all at once, and arithmetic on the host: jax on a CPU leaves out "
-    'the copies. Compile for a chip that need not be there: target="h200"'
+    "whether the state streams or is on the device all at once, arithmetic on the host, and whether the step fits a "
+    'chip: jax on a CPU leaves out the copies. Compile for a chip that need not be there: target="h200"'
 )
 
 
@@ -191,7 +209,7 @@ class Inspection:
 
     @property
     def errors(self) -> tuple[Problem, ...]:
-        """The problems that make the offload unreal."""
+        """The problems that ``verify`` raises."""
         return tuple(problem for problem in self.problems if problem.error)
 
     @property
@@ -311,12 +329,13 @@ def inspect(
 
 
 def verify(step: Any, *args: Any, target: str | None = None, **kwargs: Any) -> Inspection:
-    """Raise if the offload of a step is not real: one line for your script or a test.
+    """Raise if a step does not offload, or does not fit the chip: one line for your script or a test.
 
-    The offload is not real if nothing of the state is in host memory, if a leaf arrives on the device or does not
+    A step does not offload if nothing of the state is in host memory, if a leaf arrives on the device or does not
     return to the host although it should, if a donated buffer crosses memory kinds, or if all of the state is on the
-    device at once, as in the usual recipe. The last can be seen only with a ``target`` or on an accelerator, because
-    jax leaves out the copies on a CPU; ``unseen`` then says so.
+    device at once, as in the usual recipe. It does not fit if its peak exceeds the chip's memory; a peak beyond jax's
+    share of the memory is a warning. How much is hidden is not checked. On a CPU, where jax leaves out the copies, the
+    last of the faults and the peak can be seen only with a ``target``; ``unseen`` then says so.
 
     Args:
       step: the step, as for ``jax_offload.inspect``.
@@ -328,7 +347,8 @@ def verify(step: Any, *args: Any, target: str | None = None, **kwargs: Any) -> I
       The ``Inspection``, which may contain warnings.
 
     Raises:
-      ValueError: the offload is not real, with the reason and the fix; or as ``jax_offload.inspect``.
+      ValueError: the step does not offload or does not fit, with the reason and the fix; or as
+        ``jax_offload.inspect``.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax, jax_offload as jo
@@ -341,7 +361,5 @@ def verify(step: Any, *args: Any, target: str | None = None, **kwargs: Any) -> I
     if found.errors:
         said = "\n".join(f"- {p}" for p in found.errors[:10])
         more = f"\nand {len(found.errors) - 10} more" if len(found.errors) > 10 else ""
-        raise ValueError(
-            f"verify(): the offload of this step is not real, as compiled for {found.target}:\n{said}{more}"
-        )
+        raise ValueError(f"verify(): this step fails, as compiled for {found.target}:\n{said}{more}")
     return found

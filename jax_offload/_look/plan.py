@@ -19,7 +19,7 @@ from jax.tree_util import tree_map_with_path
 
 from jax_offload._disk.disk import Disk
 from jax_offload._emit.region import Moved, Update
-from jax_offload._look.answer import ON_A_HOST, OPERATIONS, Plan, Row
+from jax_offload._look.answer import ON_A_HOST, OPERATIONS, RECOMPUTING, Plan, Row
 from jax_offload._look.callables import replaced, unwrapped
 from jax_offload._look.chips import Chip
 from jax_offload._look.chips import chip as chip_of
@@ -151,22 +151,24 @@ def plan(
     dtype = dtype if compute_dtype is None else _float("compute_dtype", compute_dtype)
     count = max((s.num_devices for x in leaves if (s := sharding_of(x)) is not None), default=1)
     known = known.beside_others if known is not None and count > 1 else known
+    operations = OPERATIONS
     if activations is not None:
         activations = bytes_of("activations", activations)
         said.append(f"activations: {in_bytes(activations)} on each device, as given")
     elif layers is not None and width is not None and tokens is not None:
-        activations = _activations(leaves, dtype, count, layers, width, tokens, said)
+        activations, operations = _activations(leaves, dtype, count, layers, width, tokens, said), RECOMPUTING
     if away := sum(own_bytes(x) for x in leaves if _in_host_memory(x)):
         said.append(
             f"parameters: {in_bytes(away)} in host memory, loaded for the forward and for the backward pass and stored "
             "once; only a target gives the rows of layers that are on the device at a time"
         )
     multiplied = sum(math.prod(np.shape(x)) for x in leaves if np.ndim(x) >= 2)
-    compute = known and tokens and compute_time(known, OPERATIONS * multiplied * tokens / count, dtype)
+    compute = known and tokens and compute_time(known, operations * multiplied * tokens / count, dtype)
     if known and compute and (made is None or made.target is None):
         speed = f"{1e-12 / compute_time(known, 1.0, dtype):.4g} TFLOP/s"
         said.append(
-            f"{dtype} arithmetic: {tokens:,} tokens × {OPERATIONS} operations per matrix parameter, at {speed}: "
+            f"{dtype} arithmetic: {tokens:,} tokens × {operations} operations per matrix parameter "
+            f"({'the checkpoint repeats 2' if operations == RECOMPUTING else 'none repeated'}), at {speed}: "
             f"{in_seconds(compute)}"
         )
     limit = known.hbm_bytes if known and device_memory is None else device_memory
@@ -175,11 +177,11 @@ def plan(
         host = bytes_of("host_memory", host_memory) // min(count, ON_A_HOST)
     setting = Plan(
         chip=known,
-        tokens_per_step=tokens,
         devices=count,
         compute=compute,
         device_memory=None if limit is None else bytes_of("device_memory", limit),
         host_memory=host,
+        operations=operations,
     )
     inner, given = _inner_of(tx)
     rows = _Rows(inner, params, activations, setting, made)
@@ -251,7 +253,8 @@ class _Rows:
         for field, times in ("host", 1), ("loaded", 2), ("stored", 1):  # both passes load them, and the update stores
             sizes |= {} if sizes[field] is None else {field: sizes[field] + times * away}
         row = Row(name, code, parameters - away, parameters, **sizes, activations=self.activations, same_numbers=same)
-        return self.setting.judged(row if self.made is None else self.made.compiled(row, tx, run, self.setting.chip))
+        compiled = (row, None) if self.made is None else self.made.compiled(row, tx, run, self.setting.chip)
+        return self.setting.judged(*compiled)
 
     def row(self, name: str, options: Mapping[str, Any], run: str = "jo.jit") -> list[Row]:
         """Return the row of an ``offload`` with these options; or none, with a note, if your step cannot run so."""
@@ -309,6 +312,8 @@ class _Rows:
             if not row or (over := row[0].peak - usable) <= 0:
                 return row
             share += over / whole.host
+        else:
+            self.notes.append(f"no row 'fraction': none of {TRIES} shares tried fits")
         return []
 
 
@@ -354,25 +359,27 @@ class Steps:
         self._donated = tuple(replaced(args, jax.eval_shape(step, *args)))
         return seen[0]
 
-    def compiled(self, row: Row, tx: Any, run: str, chip: Chip | None) -> Row:
-        """Return a row with the compiler's figures, if there is a target."""
+    def compiled(self, row: Row, tx: Any, run: str, chip: Chip | None) -> tuple[Row, float | None]:
+        """Return a row with the compiler's figures, if there is a target, and the seconds of the step's arithmetic."""
         if self.target is None:
-            return row
+            return row, None
         step, args = self._made(tx, row.name)
         try:
             found = inspect(_RUN[run](step, donate_argnums=self._donated), *args, target=self.target, chip=chip)
         except jax.errors.JaxRuntimeError as error:  # a TPU's compiler gives up if memory does not suffice
             if "RESOURCE_EXHAUSTED" not in str(error):
                 raise
-            return dataclasses.replace(row, compiled=self.target, fits=False, why="more than the compiler can place")
-        left = found.peak - row.parameters - row.state
+            unplaced = "more than the compiler can place"
+            return dataclasses.replace(row, compiled=self.target, fits=False, why=unplaced), None
+        # A program leaves out the arguments that it does not read, which stay on the device all the same.
+        arguments = sum(n for kind, n in found.parts.items() if kind not in ("new results", "temporaries"))
+        left = found.peak - min(row.parameters + row.state, arguments)
         window = min(row.window or 0, left)
         figures: dict[str, Any] = {"window": window, "gradients": 0, "activations": left - window}
         figures |= {"compiled": self.target, "host": max(row.host, found.host)}
         if (time := found.timeline) is not None and not found.program:  # of several programs this is only the first
             figures |= {"loaded": found.loaded, "stored": found.stored, "link": time.link, "added": time.exposed}
-            figures["overhead"] = time.exposed / time.compute if time.compute else None
-        return dataclasses.replace(row, **figures)
+        return dataclasses.replace(row, **figures), time and time.compute
 
     def _made(self, tx: Any, name: str) -> tuple[Any, tuple[Any, ...]]:
         """Return a step for one row, and its arguments."""

@@ -27,10 +27,8 @@ from jax_offload._schedule.schedule import InIterations, Planned, RowWise, Windo
 from jax_offload._schedule.transfers import same_type
 
 PIPELINED = "; jax_offload.pipelined hides it"
-NEEDS_ALL = f"something that needs all gradients, such as their norm, stands between them and their update{PIPELINED}"
-OF_THE_SCAN = (
-    f"a number that the same scan carries to its end stands between their gradients and their update{PIPELINED}"
-)
+NEEDS_ALL = f"something that needs all gradients, such as their norm, comes before their update{PIPELINED}"
+OF_THE_SCAN = f"a number that the same scan carries to its end comes before their update{PIPELINED}"
 BY_INDEX = "a scan takes its layers by their index, and sums their gradients up; scan over stacked parameters instead"
 SHARED = (
     "every iteration of a scan uses it, and its gradient is the sum over all of them (tied layers, a recurrent net); "

@@ -159,10 +159,10 @@ def test_check(tmp_path, monkeypatch):
     (tmp_path / "steps_for_test.py").write_text(STEPS)
     monkeypatch.chdir(tmp_path)
     done = run("check", "steps_for_test:offloaded")
-    assert done.exit_code == 0 and done.stdout.startswith("The offload is real, on cpu.\n"), done.output
+    assert done.exit_code == 0 and done.stdout.startswith("The step passes, on cpu.\n"), done.output
     assert "whether the state streams" in done.stdout
     done = run("check", "steps_for_test:resident")
-    assert done.exit_code == 6 and done.stdout.startswith("The offload is not real, on cpu.\n")
+    assert done.exit_code == 6 and done.stdout.startswith("The step fails, on cpu.\n")
     assert "nothing of the state is in host memory" in done.stdout.lower() or "error" in done.stdout
     assert json.loads(run("check", "steps_for_test:offloaded", "--json").stdout)["problems"] == []
     assert run("check", "steps_for_test:offloaded", "--target", "h900").exit_code == 4

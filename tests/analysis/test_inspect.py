@@ -210,6 +210,21 @@ def test_crossed_donation(target):
     assert not any("in another memory" in p.what for p in ours.problems)
 
 
+def test_a_peak_beyond_what_the_chip_has(monkeypatch):
+    """Beyond its memory an error; within it, but beyond jax's share, a warning that names the share."""
+    require(H200)
+    with pytest.raises(ValueError, match=r"this step fails.*h200.*\n- the peak is \d+ GiB, and h200 has "):
+        jo.verify(step(OURS), *arguments(OURS, n=16, width=2**15, stacked=True), target=H200)
+    given = step(OURS), *arguments(OURS, n=16, width=2**14, stacked=True)
+    assert jo.verify(*given, target=H200).problems == ()
+    monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.1")
+    (warning,) = jo.verify(*given, target=H200).problems
+    share = warning.what.partition("fits with XLA_PYTHON_CLIENT_MEM_FRACTION=")[2].partition(" ")[0]
+    assert not warning.error
+    monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", share)
+    assert jo.verify(*given, target=H200).problems == ()
+
+
 @pytest.mark.parametrize("target", [H200, V5E])
 def test_arithmetic_on_the_host_is_named(target):
     require(target)

@@ -279,6 +279,7 @@ def test_a_peak_between_what_jax_takes_and_what_the_device_has():
     (line,) = (said for said in found.assumptions if said.startswith("preallocation: "))
     assert "jax takes 75% of the device for itself; resident takes 76% and fits with XLA_PYTHON" in line
     assert found["resident"].fits is False and found.recommended.name != "resident"
+    assert found.verdict.startswith("With XLA_PYTHON_CLIENT_MEM_FRACTION=") and found.code == found.recommended.code
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", line.partition("FRACTION=")[2].partition(" ")[0])
         there = jo.plan(ADAMW, params, **given)
@@ -328,6 +329,9 @@ def test_clipping_is_hidden_by_the_next_forward_pass():
     assert found["pipelined"].added == pytest.approx(at_once - found.compute / 3)
     assert found.compute == pytest.approx(6 * 13e9 * 16384 / 650e12, rel=1e-3)
     assert found.recommended.name == "pipelined" and "jo.pipelined" in found.recommended.code
+    again = jo.plan(CLIPPED, "13B", chip="h100", tokens_per_step=16384, layers=40, width=5120)
+    assert again.compute / found.compute == pytest.approx(8 / 6, rel=0.01)  # the layers run once more in a checkpoint
+    assert again["pipelined"].added == pytest.approx(found["pipelined"].added, rel=0.01)
     plain = jo.plan(ADAMW, "13B", chip="h100", tokens_per_step=16384)
     assert "pipelined" not in [row.name for row in plain.options]
     exposed = [jo.plan(ADAMW, "13B", chip="h100", tokens_per_step=n)["offload"].added for n in (16_400, 16_500)]

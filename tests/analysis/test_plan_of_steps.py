@@ -64,6 +64,28 @@ def test_each_row_is_what_inspect_finds(inner):
         assert found["pipelined"].peak == turned.peak
     for row in found.options:
         assert row.peak == row.parameters + row.gradients + row.state + row.window + row.activations
+        assert row.name == "resident" or row.adds == "nothing" or row.adds.endswith("%")
+    assert str(found).count("in act.") == len(found.options)
+
+
+def test_a_parameter_that_the_step_does_not_read():
+    """The program leaves it out, and it stays on the device: it is in the sum, and the window is not negative."""
+    require(H200)
+    unread = jax.ShapeDtypeStruct((8192, 8192), jnp.float32, sharding=device_sharding(H200))
+
+    def make(tx):
+        batch = jax.ShapeDtypeStruct((256, 256), jnp.float32, sharding=device_sharding(H200))
+
+        def step(params, state, batch):
+            grads = jax.grad(lambda params: loss(params["read"], batch))(params)
+            updates, state = tx.update(grads, state, params)
+            return {**params, "read": optax.apply_updates(params["read"], updates["read"])}, state
+
+        params = {"read": parameters(2, 256, True, device_sharding(H200)), "unread": unread}
+        return step, params, jo.abstract_state(tx, params), batch
+
+    for row in jo.plan(make, optax.masked(optax.adam(1e-3), {"read": True, "unread": False}), target=H200).options:
+        assert row.window >= 0 and row.activations >= 0 and row.parameters >= 8192**2 * 4, row
 
 
 @pytest.mark.long("compiles a step with several fractions for an H200")
