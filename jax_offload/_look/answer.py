@@ -155,9 +155,9 @@ class Plan:
     chip: Chip | None
     devices: int
     compute: float | None
+    operations: int
     device_memory: int | None
     host_memory: int | None
-    operations: int = OPERATIONS
     options: tuple[Row, ...] = ()
     said: tuple[str, ...] = ()
 
@@ -286,11 +286,9 @@ class Plan:
             second = f"Resident is {resident.why}." if resident and resident.why else "No other row is cheaper."
             if best is resident:
                 second = "Nothing has to be offloaded."
-            elif resident and not resident.missing and resident.room is not None and resident.room < 0 and best.host:
-                share = share_for(self.chip, self.device_memory or 0, resident.peak)
-                if share <= MOST:
-                    instead = f"With {FRACTION}={share:g} in the environment, nothing has to be offloaded"
-                    first, second = f"{instead}: resident then fits.", f"Without it, {first[0].lower()}{first[1:]}"
+            elif resident and best.host and not resident.missing and (share := self._share_for(resident)) <= MOST:
+                instead = f"With {FRACTION}={share:g} in the environment, nothing has to be offloaded"
+                first, second = f"{instead}: resident then fits.", f"Without it, {first[0].lower()}{first[1:]}"
             return f"{first} {second}", best.code, best
         over = f"Resident is {resident.why}; {ASK}" if resident and resident.fits is False else ASK.capitalize()
         said = f"{name} fits {best.why} on {on}{changes}. {over}, and plan finds the smallest fraction."
@@ -302,7 +300,7 @@ class Plan:
         least = min(same, key=lambda row: row.peak)
         first = f"Nothing fits: {least.name} takes least and is {least.why} on {on}."
         for row in same:
-            needed = share_for(self.chip, self.device_memory or 0, row.peak)
+            needed = self._share_for(row)
             if (row.room or 0) < 0 and needed <= MOST and not self._over_on_the_host(row):
                 share = MOST if row.missing else needed
                 fits = _condition(row, int((self.device_memory or 0) * share * (1 - HEADROOM)) - row.peak)
@@ -317,6 +315,9 @@ class Plan:
         if (takes := least.activations or 0) > least.peak / 2:
             second = f"Activations take {in_bytes(takes)}: take fewer tokens a step, or more devices."
         return f"{first} {second}", "", None
+
+    def _share_for(self, row: Row) -> float:
+        return share_for(self.chip, self.device_memory or 0, row.peak)
 
     def _preallocated(self) -> str:
         """Name the rows that are more than the share of a GPU that jax takes, and less than the GPU has; or nothing."""

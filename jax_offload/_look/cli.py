@@ -45,11 +45,11 @@ PLAN = """Does it fit, what to write, what does it cost?
 MODEL is a number of parameters, 13B or 13e9; or module:function, a function without
 arguments that returns (optimizer, parameters), or (make, optimizer, ...), where
 make(optimizer, ...) returns (step, *arguments)."""
-CHECK = """Is the offload of a step real, and what does the step do with memory and the link?
+CHECK = """Does a step fit and stream its state, and what does it do with memory and the link?
 
 STEP is module:function: a function without arguments that returns (step, *arguments),
 the step jitted with its donation."""
-WRONG, NOTHING_FITS, NOT_KNOWN, NOT_REAL, SELF_TEST_FAILED, NOT_INSTALLED, RAISES = 2, 3, 4, 6, 7, 8, 9
+WRONG, NOTHING_FITS, NOT_KNOWN, FAILS, SELF_TEST_FAILED, NOT_INSTALLED, RAISES = 2, 3, 4, 6, 7, 8, 9
 _MODEL = ("optimizer", "param_dtype", "master", "storage", "clip", "devices", "replicated")  # of a number alone
 
 STEPS = 5
@@ -142,7 +142,7 @@ def _check(step: str, target: str | None, as_json: bool) -> int:
     where = f"compiled for {found.target}" if found.compiled_for else f"on {found.target}"
     said = "The step fails" if found.errors else "The step passes"
     print(json.dumps(found.to_dict(), indent=1) if as_json else f"{said}, {where}.\n\n{found}")
-    return NOT_REAL if found.errors else 0
+    return FAILS if found.errors else 0
 
 
 def _doctor(as_json: bool) -> int:
