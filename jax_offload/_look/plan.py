@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 import inspect as signatures
 import math
@@ -299,21 +300,22 @@ class _Rows:
         usable = self.setting.usable
         if usable is None or whole.missing or whole.peak > usable or not whole.host:
             return []
-        # Without a window so much would have to move; then whole leaves move, and the window takes room too.
-        share = 1 - (usable - whole.peak + (whole.window or 0)) / whole.host
+
+        def moved(hundredths: int) -> int:
+            leaves = described_state(offload(self.inner, **{**options, "fraction": hundredths / 100}), self.params)[0]
+            return sum(leaf.shard_bytes for leaf in leaves if leaf.host)
+
+        least = whole.host - (usable - whole.peak + (whole.window or 0))  # without a window, which takes room too
         for _ in range(TRIES):
-            share = max(math.ceil(100 * share), 1) / 100
-            if share >= 1:
-                break
-            leaves = described_state(offload(self.inner, **{**options, "fraction": share}), self.params)[0]
-            moved = sum(leaf.shard_bytes for leaf in leaves if leaf.host)
-            share = max(share, math.ceil(100 * moved / whole.host) / 100)
-            row = self.row("fraction", {**options, "fraction": share}, run) if share < 1 else []
+            hundredths = 1 + bisect.bisect_left(range(1, 100), least, key=moved)  # whole leaves move
+            hundredths = max(hundredths, math.ceil(100 * moved(min(hundredths, 99)) / whole.host))
+            if hundredths > 99:
+                return []
+            row = self.row("fraction", {**options, "fraction": hundredths / 100}, run)
             if not row or (over := row[0].peak - usable) <= 0:
                 return row
-            share += over / whole.host
-        else:
-            self.notes.append(f"no row 'fraction': none of {TRIES} shares tried fits")
+            least = moved(hundredths) + over
+        self.notes.append(f"no row 'fraction': none of {TRIES} shares tried fits")
         return []
 
 

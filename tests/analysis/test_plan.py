@@ -210,6 +210,14 @@ def test_device_memory_solves_for_the_smallest_fraction():
     assert many["fraction"].added == many["offload"].added == 0  # what stays is updated at once, and nothing waits
 
 
+def test_the_smallest_fraction_of_few_large_leaves():
+    """Shares that differ by less than a leaf move the same leaves; the next leaf is tried."""
+    model = {"param_dtype": "float32", "compute_dtype": "bfloat16", "layers": 32, "width": 3072}
+    found = jo.plan(CLIPPED, "4B", chip="h100", tokens_per_step=65536, **model)
+    row, whole = found["fraction"], found["pipelined"]
+    assert row.fits and 0 < whole.host - row.host < whole.room and found.recommended is row
+
+
 def test_resident_zero_1_is_a_row_and_comes_before_offloading():
     found = jo.plan(ADAMW, placed(dense(32, 4096), devices=8), chip="h100", activations="10GiB", tokens_per_step=65536)
     assert [row.name for row in found.options][:4] == ["resident", "resident ZeRO-1", "offload", "offload ZeRO-1"]
