@@ -1,4 +1,4 @@
-"""MaxText's pre-training on synthetic data and 8 devices, changed as docs/trainers.md says."""
+"""MaxText's pre-training on synthetic data and 8 devices, changed as docs/migrate.md says."""
 
 import functools
 import re
@@ -136,7 +136,7 @@ def test_pre_training(entry, kind, tmp_path_factory):
 
 def test_the_documentation_shows_these_changes():
     page = (
-        (Path(__file__).parents[2] / "docs/trainers.md").read_text().partition("## MaxText\n")[2].partition("\n## ")[0]
+        (Path(__file__).parents[2] / "docs/migrate.md").read_text().partition("## MaxText\n")[2].partition("\n## ")[0]
     )
     assert textwrap.indent(re.search(r"```python\n(.*?)```", page, re.DOTALL)[1], "  ") == COUNTS
     assert "`tx = jo.offload(tx, min_bytes=0)`" in page and "if config.optimizer_memory_host_offload:" in page
