@@ -475,6 +475,8 @@ def test_errors_name_the_arguments_of_the_user():
 
 def test_jax_speaks_of_the_users_function():
     three = functools.partial(double, by=3)  # a callable without a name
+    three.of = "the user's"
+    assert jo.jit(three).of == jax.jit(three).of == "the user's"
     assert jo.jit(three).__name__ == "double" and "jit_double" in jo.jit(three).lower(jnp.ones(3)).as_text()
     with jax.debug_nans(True), pytest.raises(FloatingPointError, match="encountered in log"):
         jo.jit(lambda x: jnp.log(x))(-jnp.ones(3))

@@ -505,6 +505,26 @@ def test_a_copy_of_the_new_parameters_stays_on_the_device(form):
     np.testing.assert_array_equal(target["layers"], new["layers"])
 
 
+@pytest.mark.parametrize("fraction", [0.0, 1.0])
+def test_an_average_of_the_parameters_streams_with_the_update(fraction):
+    """Also if the optimizer itself has no leaf in host memory."""
+    params = {"layers": jnp.full((4, 128, 128), 0.01), "head": jnp.ones((128, 8))}
+    params = jax.device_put(params, jax.devices()[0])
+    x, tx = jax.device_put(jnp.ones((8, 128)), jax.devices()[0]), jo.offload(ADAMW, fraction=fraction)
+    train = trained(tx, functools.partial(loss_of, plain), "update_params")
+
+    def step(params, state, average, x):
+        params, state, _ = train(params, state, x)
+        return params, state, jax.tree.map(lambda a, p: 0.9 * a + 0.1 * p, average, params)
+
+    average, state = jo.to_host(params), tx.init(params)
+    (row, *_) = [leaf for leaf in jo.placement(jo.jit(step), params, state, average, x).leaves if "[2]" in leaf.path]
+    assert row.streams.startswith("4 rows, in the scan that makes their gradients"), row
+    new, _, after = jo.jit(step)(params, state, average, x)
+    assert kinds(after) == kinds(average) and kinds(new) == kinds(params)
+    assert_close(after, jax.jit(step)(params, state, params, x)[2], 1e-6)
+
+
 def test_an_abstract_parameter_says_where_it_is():
     sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     there = jo.to_host(jax.ShapeDtypeStruct((4, 128, 128), "float32", sharding=sharding))

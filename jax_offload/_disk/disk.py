@@ -129,7 +129,7 @@ class Disk:
             commit's; or another process failed.
         """
         number, store = _number_of(step), self.store
-        self._check_commits()  # or one of several processes might find the step due, and another not
+        self.check_commits()  # or one of several processes might find the step due, and another not
         last = store.step
         if not force and last is not None:
             if number < last:
@@ -326,13 +326,8 @@ class Disk:
         return [(box, x) for (_, box), x in zip(found, arrays, strict=True)]
 
     def put(self, name: str, x: jax.Array, rows: Range | None = None) -> Future[None]:
-        """Start to write a leaf's next value, or some ranges of it, once it has been computed.
-
-        Raises:
-          ValueError: a commit has failed. Values written before can still be read.
-        """
+        """Start to write a leaf's next value, or some ranges of it, once it has been computed."""
         found = self._leaf(name).within(rows)
-        self._check_commits()
         self._updating = True
         before = [self._writing[k] for k, _ in found if k in self._writing]  # of a leaf that no update reads
         value = [x]  # the task would keep the array alive for a moment after its end
@@ -383,8 +378,11 @@ class Disk:
                 "which goes back to it."
             )
 
-    def _check_commits(self) -> None:
-        """Raise ``ValueError`` where a commit has failed, as it does in all processes or in none."""
+    def check_commits(self) -> None:
+        """Raise ``ValueError`` where a commit has failed, as it does in all processes or in none.
+
+        Nothing may be written then. Values written before can still be read.
+        """
         if self._commit_failed is not None:
             step = self.store.step
             raise ValueError(

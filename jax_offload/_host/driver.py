@@ -259,6 +259,8 @@ class _Values:
         self._writing: deque[tuple[int, list[Future[None]]]] = deque()  # groups with their bytes
         for token, leaf in self._moves.what.reads.values():
             leaf.home.check(token.val if isinstance(token, Literal) else given[token])
+        for home in {leaf.home for parts in self._moves.writes.values() for leaf, _ in parts}:
+            home.check_commits()  # before anything that is donated is deleted
 
     def take(self, own: Sequence[Var]) -> None:
         """Make donated host leaves the step's own memory, which the cores may write."""

@@ -222,8 +222,8 @@ def _with_parameters(step: Inlined) -> Inlined:
             (number,) = numbers
             next_of[v] = old
             taken |= dict.fromkeys(map(id, chain), number)
-            first, *others = updates[number].claims
-            claims = [dataclasses.replace(first, leaves=first.leaves | {old}), *others]
+            claims = [*updates[number].claims]  # none if the update has no state in host memory
+            claims[:1] = [dataclasses.replace(each, leaves=each.leaves | {old}) for each in claims[:1]]
             nexts = {**updates[number].next_values, v: old}
             updates[number] = dataclasses.replace(updates[number], next_values=nexts, claims=claims)
     loads = {eqn.outvars[0]: eqn for eqn in step.program.eqns if id(eqn) in taken and is_load(eqn)}

@@ -177,7 +177,7 @@ class _Spots:
             before[0]: [v for at in group for v in self.loads(at)] for before, group in itertools.pairwise(groups)
         }
         found: dict[int, Gate] = {}
-        for at in sorted({*places, *number}):
+        for at in places:
             g, here = number.get(at), self.at.get(at, [])
             before = [spot for k in groups[g - 1] for spot in self.at.get(k, [])] if g else []
             # spots that move nothing finish at once; a store has until the next group

@@ -303,9 +303,10 @@ class Jitted:
     """
 
     def __init__(self, fun: Callable[..., Any], options: dict[str, Any]) -> None:
+        vars(self).update(getattr(fun, "__dict__", {}))  # the function's own attributes, as jax.jit has them
         self.whole_step, self._called = _steps_of(fun)
         self._inner: Any = jit_of_jax(self.whole_step, **options)  # it raises for options that it does not take
-        functools.update_wrapper(self, self._inner)
+        functools.update_wrapper(self, self._inner, updated=())
         self.__wrapped__ = self.whole_step.__wrapped__  # which the steps do not keep alive
         self._options = options
         self._was_called = False
