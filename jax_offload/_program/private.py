@@ -11,7 +11,7 @@
 | how arguments of a program are typed and made ready, by class | ``trace_as``, ``trace_as_on_host`` | 0.10 to 0.12 |
 | ``lower_fun`` | ``lowered`` | 0.10 to 0.12 |
 | ``main`` of a module, with the attributes of its arguments and results | ``take_back_aliases`` | 0.10 to 0.12 |
-| a tracer's variable, its equation, all equations of its trace | ``variable_of``, ``equation_of`` | 0.10 to 0.12 |
+| a tracer's variable, equation and trace | ``variable_of``, ``equation_of``, ``equations_of_trace`` | 0.10 to 0.12 |
 | ``memory_space`` and ``manual_axis_type`` of a type | ``memory.is_host_aval``, ``manual_axes_of`` | 0.10 to 0.12 |
 | XLA's compile options, a list of devices, ``compile`` of a client | ``compiled``, ``options_of`` | 0.10 to 0.12 |
 """
