@@ -77,8 +77,7 @@ def test_bits_of_any_kind(name, words, seed):
         assert np.isfinite(got[clean]).all() or name == "bfloat16"  # the last binade may round to infinity there
         assert np.isnan(got[~clean]).all() or name not in EIGHT_BITS
         ok = clean & np.isfinite(got)
-        visible = ok & (np.abs(values) > 1e-7 * np.nanmax(np.abs(np.where(ok, values, 0)), initial=0)) | (values == 0)
-        visible &= ok & ((np.abs(values) > 1e-21) | (values == 0))
+        visible = ok & ((np.abs(values) > 1e-36) | (values == 0))
         assert (np.sign(got) == np.sign(values))[visible].all()
 
 
@@ -107,11 +106,11 @@ def test_points_of_the_dynamic_map(name):
     np.testing.assert_array_equal(there_and_back(name, 2**bits)(x, SEED), x)  # each is found again
 
 
-@pytest.mark.parametrize("name", EIGHT_BITS)
+@pytest.mark.parametrize("name", NARROW)
 @pytest.mark.parametrize("stochastic", [False, True])
 def test_only_zero_becomes_zero(name, stochastic):
     """However small it is beside the largest of its block: a second moment of zero is divided by."""
-    x = np.array([1, 1e-3, 1e-9, 1e-15, 0] * 24, np.float32)
+    x = np.array([1e30, 1, 1e-9, 1e-36, 0] * 24, np.float32)
     for seed in range(8):
         got = np.asarray(there_and_back(name, 120, stochastic)(x, np.int32(seed)))
         np.testing.assert_array_equal(got == 0, x == 0)

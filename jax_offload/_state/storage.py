@@ -6,8 +6,8 @@ run in chunks. Three rules hold for every format:
 - A number of the format comes back exactly, however often it is encoded: an untouched moment does not drift.
 - Rounding is stochastic if a seed is given, so that increments of less than half a step are not lost: the second
   moment of Adam, with ``b2=0.999``, moves by 0.1 % at a time, and bfloat16 has steps of 0.4 %.
-- Only zero becomes zero. A second moment that became zero would divide an update by ``eps`` alone (the "zero-point
-  problem", Li et al. 2023, arXiv:2309.01507); one that is too large only makes a step small.
+- Nothing above 1e-36 becomes zero. A second moment that became zero would divide an update by ``eps`` alone (the
+  "zero-point problem", Li et al. 2023, arXiv:2309.01507); one that is too large only makes a step small.
 """
 
 from __future__ import annotations
@@ -235,7 +235,7 @@ def _to_bfloat16(x: jax.Array, noise: jax.Array | None) -> jax.Array:
 def _to_float(x: jax.Array, scale: jax.Array, bits: jax.Array | None, dtype: str) -> jax.Array:
     inverse = jnp.uint32(254 << 23) - lax.bitcast_convert_type(scale, jnp.uint32)  # the inverse of a power of two
     scaled = _held(x, dtype) * lax.bitcast_convert_type(inverse, jnp.float32)
-    values = _to_grid(scaled, jnp.finfo(dtype), None if bits is None else _noise(bits))
+    values = lax.sign(x) * _to_grid(scaled, jnp.finfo(dtype), None if bits is None else _noise(bits))
     return _where(lax.is_finite(x), values, x).astype(dtype)
 
 
@@ -287,14 +287,14 @@ def _where(condition: jax.Array, x: jax.Array, y: Any) -> jax.Array:
 
 
 def _to_grid(x: jax.Array, info: Any, noise: jax.Array | None) -> jax.Array:
-    """Round ``x`` to the numbers of a format, still in float32."""
+    """Round the magnitude of ``x`` to the numbers of a format but zero, still in float32."""
     binade = jnp.maximum(_power_below(x), 2.0**info.minexp)
     # 2^mantissa / binade
     steps = jnp.uint32((254 + info.nmant) << 23) - lax.bitcast_convert_type(binade, jnp.uint32)
     count = jnp.abs(x) * lax.bitcast_convert_type(steps, jnp.float32)
     below = jnp.floor(count) if noise is not None else lax.round(count, lax.RoundingMethod.TO_NEAREST_EVEN)
     count = below if noise is None else below + (noise < count - below)
-    return lax.sign(x) * jnp.maximum(count, 1) * (binade * 2.0**-info.nmant)
+    return jnp.maximum(count, 1) * (binade * 2.0**-info.nmant)
 
 
 def _to_map(x: jax.Array, thrice: Any, noise: jax.Array | None, squared: jax.Array | None = None) -> jax.Array:
