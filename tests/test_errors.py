@@ -171,6 +171,12 @@ def test_masters_do_not_tell_the_parameters():
     assert jax.tree.structure(jo.to_host(tx, state, given)) == jax.tree.structure(state)
 
 
+@pytest.mark.parametrize("args", [(), (params,)])
+def test_what_is_not_the_state_is_named(args):
+    with pytest.raises(ValueError, match=r"^state: got a (NoneType|dict).*not like .*Fix: .*\(tx, state, params\)"):
+        jo.to_host(jo.offload(ADAM, min_bytes=0), *(make() for make in args))
+
+
 def test_state_for_other_parameters():
     tx = jo.offload(ADAM, min_bytes=0)
     with pytest.raises(ValueError, match=r"state: its tree is not"):

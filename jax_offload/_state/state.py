@@ -289,11 +289,17 @@ def params_like(tx: optax.GradientTransformation, state: Any) -> Any:
     copies: list[Any] = []
     try:
         probe = inner(tx.init(_Params()))  # pyright: ignore[reportArgumentType]
+    except Exception as error:
+        raise ValueError("params: this optimizer's init must see them; give them as params=.") from error
+    try:
         jax.tree.map(
             lambda p, part: copies.append(part) if is_probe(p) else None, probe, inner(state), is_leaf=is_probe
         )
     except Exception as error:
-        raise ValueError("params: this optimizer's init must see them; give them as params=.") from error
+        raise ValueError(
+            f"state: got a {type(state).__name__} that is not like the state that this optimizer's init gives. Fix: "
+            "give its state, (tx, state), and params too if the init must see them, (tx, state, params)."
+        ) from error
     if not copies:
         raise ValueError("params: the state has no tree of their structure; give them as params=.")
     largest = max(copies, key=lambda each: len(jax.tree.leaves(each, is_leaf=storage.is_encoded)))
