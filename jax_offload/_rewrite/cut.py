@@ -54,8 +54,8 @@ def cut_step(program: Program) -> Cut:
     marked = {id(eqn) for eqn, mark in zip(program.eqns, marks, strict=True) if mark}
     if not any(map(holds_update, program.eqns)):
         raise ValueError(
-            "step: has no update of an offload(...) in it that can be seen; call tx.update or jo.update_params, and "
-            "not under vmap or a derivative."
+            "step: has no update of an offload(...) in it that can be seen; call tx.update or jo.update_params, with "
+            "one array or more, and not under vmap or a derivative."
         )
     if effects := ordered(program.effects):
         raise ValueError(

@@ -9,6 +9,7 @@ it would see in the plain loop. In return the gradients live from one call to th
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import operator
 from collections.abc import Callable, Mapping, Sequence
@@ -155,7 +156,8 @@ class Pipelined:
 
         Args:
           carry: what the last call returned; for the first call, a tuple of the carried arguments in the order of the
-            step's parameters, as ``finish`` returns them, or the only one. It is donated; use it once.
+            step's parameters, as ``finish`` returns them, or the only one. It is donated, the arguments of the first
+            call by the second one or by ``finish``; use it once.
           *args: the step's arguments without the carried ones.
           **kwargs: the same by name.
 
@@ -167,7 +169,14 @@ class Pipelined:
           ValueError: ``carry`` was used already, or belongs to another step; or the step cannot be pipelined, as
             ``pipelined`` says.
         """
-        return self._run(carry, *self._parted(self._rest.bind(*args, **kwargs).arguments))
+        try:
+            rest = self._rest.bind(*args, **kwargs).arguments
+        except TypeError as error:
+            raise TypeError(
+                f"{error}: expected what the last call returned, or at first the tuple ({', '.join(self._names)}), and "
+                f"then ({', '.join(self._rest.parameters)})."
+            ) from error
+        return self._run(carry, *self._parted(rest))
 
     def _run(self, carry: Any, rest: Mapping[str, Any], static: Sequence[Any]) -> tuple[Carry, Aux]:
         if not isinstance(carry, Carry):
@@ -226,7 +235,8 @@ class Pipelined:
             owners = [k for k, x in enumerate(carried) if hasattr(x, "params")]
             if len(owners) != 1:
                 raise ValueError(
-                    f"params: no carried argument is called 'params' or has that attribute: {self._names}."
+                    f"params: no carried argument is called 'params', and {len(owners)} of {self._names} have that "
+                    "attribute. Fix: call the step's parameters params, or take them from train.finish(carry)."
                 )
             owner, attribute = owners[0], "params"
         if program is not None:
@@ -285,13 +295,13 @@ class Pipelined:
                 f"carry: expected what the last call returned, or at first the tuple ({', '.join(self._names)}), got a "
                 f"{type(carry).__name__}{count}."
             )
+        _check_unused(values)
         return tuple(values)
 
     def _of(self, carry: Carry) -> Rotated:
         if not any(carry.program is program for program in self._programs.values()):
             raise ValueError("carry: is of another pipelined step; finish it there, and begin here with the result.")
-        if carry.used:
-            raise ValueError("carry: was used already, and its arrays are gone; use what the last call has returned.")
+        _check_unused(carry.kept[0], carry.used)
         return carry.program
 
     def _parted(self, given: Mapping[str, Any]) -> tuple[dict[str, Any], list[Any]]:
@@ -325,6 +335,19 @@ class Pipelined:
         """Run the first part of the step, without an update to run."""
         program = self._program(types, given[1], static)
         return *program.before(given[0], jax.tree.leaves(given[1])), program
+
+    def __reduce__(self) -> Any:
+        return functools.partial(Pipelined, on_host=self.on_host), (self.step, self._names, self._static)
+
+
+def _check_unused(values: Any, used: bool = False) -> None:
+    """Raise ``ValueError`` if a carry was used: the second call donates the values of the first one, too."""
+    arrays = (x for x in jax.tree.leaves(values) if isinstance(x, jax.Array) and not isinstance(x, Tracer))
+    if used or any(x.is_deleted() for x in arrays):
+        raise ValueError(
+            "carry: was used already, or the one that it came from, and its arrays are gone; use what the last call "
+            "has returned."
+        )
 
 
 def _number(x: Any) -> Any:

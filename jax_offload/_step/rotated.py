@@ -288,6 +288,9 @@ class Carry:
     def __init__(self, kept: Kept, step: Any, program: Rotated) -> None:
         self.kept, self.step, self.program, self.used = kept, step, program, False
 
+    def __getitem__(self, _: Any) -> Any:  # which Python calls for ``params, state = carry``, too
+        raise TypeError("carry: holds a pending update. Fix: params, state = train.finish(carry), which completes it.")
+
 
 _ATTRIBUTES = jax.tree_util.GetAttrKey("kept"), jax.tree_util.GetAttrKey("step")
 jax.tree_util.register_pytree_with_keys(

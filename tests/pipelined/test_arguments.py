@@ -119,6 +119,26 @@ def test_a_carry_is_used_once():
         started()[0].finish(started()[1])
 
 
+def test_the_first_carry_is_used_once():
+    """The second call deletes its arrays, so a carry that another first call made of them is gone, too."""
+    tx = offloaded(CLIPPED)
+    train, first = jo.pipelined(step_of(tx), donate_argnums=(0, 1)), (parameters(), tx.init(parameters()))
+    carry, other = (train(first, batch(k))[0] for k in range(2))
+    train(carry, batch(1))
+    for use in (lambda: train(first, batch(0)), lambda: train.finish(other), lambda: train.params(other)):
+        with pytest.raises(ValueError, match="carry: was used already, or the one that it came from"):
+            use()
+
+
+def test_what_a_plain_step_takes_and_returns():
+    train, carry = started()
+    with pytest.raises(TypeError, match=r"at first the tuple \(params, state\), and then \(batch\)"):
+        train(parameters(), (), batch(0))
+    for unpack in (lambda params, state: None, lambda *each: None):
+        with pytest.raises(TypeError, match=r"holds a pending update. Fix: params, state = train.finish\(carry\)"):
+            unpack(*carry)
+
+
 def test_where_no_update_is_pending():
     """After ``finish``, and in a loop of no batches, the carried arguments stand for a carry."""
     train, carry = started()
@@ -143,14 +163,16 @@ def test_a_call_that_fails_leaves_the_carry():
 def refused(kind: str) -> tuple[Any, Any]:
     """A step that cannot be turned round, and its optimizer; ``kind``: why."""
     search = optax.chain(optax.adamw(1e-2), optax.scale_by_backtracking_linesearch(3))
-    tx = offloaded(search if kind == "line search" else CLIPPED)
+    tx = offloaded({"line search": search, "no array": optax.sgd(0.1)}.get(kind, CLIPPED))
 
     def step(params: Any, state: Any, batch: Any) -> Any:
         value, grads = jax.value_and_grad(loss_of)(params, batch)
         if kind == "line search":
             extra = {"value": value, "grad": grads, "value_fn": lambda p: loss_of(p, batch)}
             return *new_params(tx, "update", grads, state, params, **extra), value
-        if kind == "no update":
+        if kind == "no array":
+            jo.update_params(tx, {}, tx.init({}), {})
+        if kind in ("no update", "no array"):
             return jax.tree.map(jnp.subtract, params, grads), state, value
         if kind == "ordered":
             io_callback(lambda x: None, None, value, ordered=True)
@@ -182,6 +204,7 @@ WITHIN = ("a lax.cond", "a jax.checkpoint", "a lax.scan", "a lax.while_loop")
 REFUSED = {
     "line search": MODEL.format("steps.py"),
     "no update": "has no update of an offload",
+    "no array": "has no update of an offload.*, with one array or more",
     "ordered": "effects whose order a cut would lose: OrderedIOEffect",
     "state not returned": "no result has the tree, shapes and dtypes of the carried argument 'state'",
     "state twice": "2 results have the tree, shapes and dtypes of the carried argument 'state'",
@@ -245,5 +268,5 @@ def test_names_that_say_too_little():
         jo.pipelined(lambda params, *rest: step(params, *rest), donate_argnums=(0, 1))
     train = jo.pipelined(lambda w, s, x: step(w, s, x), donate_argnames=("w", "s"))
     carry, _ = train((parameters(), offloaded(CLIPPED).init(parameters())), batch(0))
-    with pytest.raises(ValueError, match="params: no carried argument is called 'params'"):
+    with pytest.raises(ValueError, match=r"no carried argument is called 'params', and 0 .*Fix: .*train.finish"):
         train.params(carry)

@@ -1,5 +1,7 @@
 """Stopping and going on with ``jo.pipelined``: at any step, from checkpoints, and of what memory is donated."""
 
+import copy
+
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
@@ -79,3 +81,17 @@ def test_nothing_of_start_is_donated_before_the_first_call():
     assert not any(x.is_deleted() for x in jax.tree.leaves(following.kept))
     train.finish(following)
     assert kept and all(x.is_deleted() for x in kept)
+
+
+@pytest.mark.parametrize("way", ["copy", "deepcopy", "cloudpickle"])
+def test_a_copy_of_a_step_runs(way):
+    tx = offloaded(CLIPPED)
+    train = pipelined(step_of(tx), gradients="host")
+    if way == "cloudpickle":
+        cloudpickle = pytest.importorskip("cloudpickle")
+        again = cloudpickle.loads(cloudpickle.dumps(train))
+    else:
+        again = getattr(copy, way)(train)
+    first, second = (each.finish(each((parameters(), tx.init(parameters())), batch(0))[0]) for each in (train, again))
+    assert again is not train
+    assert_close(first, second, 0)
