@@ -137,6 +137,15 @@ def test_commit_wants_the_whole_state_and_its_own(disk, tmp_path):
         disk.commit(0, (params, state))
 
 
+def test_a_resume_without_a_commit_leaves_the_state(disk):
+    tx, params = offload(CLIPPED, disk), model()
+    state = tx.init(params)
+    with pytest.raises(ValueError, match="disk: there is no commit in"):
+        disk.resume((params, state))
+    params, state, _ = jo.jit(step_of(tx))(params, state, X)
+    disk.commit(1, (params, state))
+
+
 # ---- errors --------------------------------------------------------------------------------------------------------
 
 

@@ -115,7 +115,7 @@ class Disk:
         changes nothing. With several processes all must call it, and the commit belongs to all or to none.
 
         Args:
-          step: the number of the step, at least the last commit's.
+          step: the number of the step, at least the last commit's unless ``force`` is given.
           tree: the whole state, with the parameters of the same step and whatever else the run needs: ``{"params":
             params, "opt_state": state, "rng": key}``. Leaves that are not on disk are written with it.
           force: whether to save a step that is not due, for example at the end of a run.
@@ -126,7 +126,7 @@ class Disk:
         Raises:
           TypeError: a leaf of the tree is not an array, a number or a string.
           ValueError: the state is not the one on disk, or only a part of it; the step comes before the last
-            commit's; or another process failed.
+            commit's, without ``force``; or another process failed.
         """
         number, store = _number_of(step), self.store
         self.check_commits()  # or one of several processes might find the step due, and another not
@@ -172,6 +172,8 @@ class Disk:
     def resume(self, target: Any) -> tuple[Any, int]:
         """Return the tree of the last commit and its step. Everything written since is forgotten.
 
+        If it raises, in one process or in all, the state in use is what it was.
+
         Args:
           target: a tree like the committed one, abstract or not, which says where arrays go: ``{"params": shapes,
             "opt_state": jo.abstract_state(tx, shapes)}``. Leaves on disk stay there. With several processes, all of
@@ -180,16 +182,27 @@ class Disk:
         Raises:
           ValueError: there is no commit, it is damaged, or the target belongs to another run.
         """
-        self._let_go()
-        self._began(store := last_store(self.directory))
+        store = last_store(self.directory, self._opened)
+        try:
+            begin, leaves = _beginning(), on_disk.stored_in(store.entries)
+
+            def handle(name: str, sharding: Sharding) -> OnDisk:
+                return self._handle(leaves[name], begin[0], sharding)
+
+            tree = everywhere(lambda: on_disk.unpacked(store.beside(), target, handle), "disk.resume")
+            self._let_go()
+        except BaseException:
+            store.close()
+            raise
+        self._began(store, begin)
         assert store.step is not None
-        return on_disk.unpacked(store.beside(), target, self.handle), store.step
+        return tree, store.step
 
     def restored(self, target: Any, step: int | None) -> Any:
         """Return the tree of the last commit where ``target`` says, in any memory or on another disk."""
         if self._opened is None:
             with contextlib.closing(Disk(self.directory)) as other:
-                other._began(last_store(self.directory))
+                other._began(last_store(self.directory), _beginning())
                 return other.restored(target, step)
         if self.store.step is None or (step is not None and step != self.store.step):
             raise ValueError(f"step: the one commit of {self!r} is of step {self.store.step}; got step={step!r}.")
@@ -233,16 +246,17 @@ class Disk:
                 before = now
             self.wait()
 
-        self._began(new_store(self.directory, [entry for leaf in leaves for entry in on_disk.entries_of(leaf)]))
+        entries = [entry for leaf in leaves for entry in on_disk.entries_of(leaf)]
+        self._began(new_store(self.directory, entries), _beginning())
         try:
             everywhere(write, "disk: making the files of a state")
         except BaseException:
             self._let_go()
             raise
         self.advance()
-        return [self.handle(each.name, each.sharding) for each in leaves]
+        return [self._handle(self._leaf(each.name), self._version, each.sharding) for each in leaves]
 
-    def _began(self, store: Store) -> None:
+    def _began(self, store: Store, begin: tuple[int, str]) -> None:
         self._opened, self._leaves = store, on_disk.stored_in(store.entries)
         self._writing: dict[int, Future[None]] = {}  # entry of the store -> the task that writes it
         self._updating = False
@@ -250,8 +264,7 @@ class Disk:
         self._commit_failed: BaseException | None = None
         self._readers = ThreadPoolExecutor(_READERS, "jax_offload reads")
         self._writers = ThreadPoolExecutor(_WRITERS, "jax_offload writes")
-        begin = [secrets.randbelow(VERSIONS), secrets.token_hex(8)]  # no version of a run before
-        self._version, self._run = allgathered(begin)[0]
+        self._version, self._run = begin
         self._committed = None if store.step is None else self._version
 
     def wait(self) -> None:
@@ -275,13 +288,12 @@ class Disk:
 
     # ---- during a step --------------------------------------------------------------------------------------------
 
-    def handle(self, name: str, sharding: Sharding) -> OnDisk:
-        """Return the placeholder of a leaf in a state of this version. ``sharding``: its place in host memory."""
-        leaf = self._leaf(name)
+    def _handle(self, leaf: Stored, version: int, sharding: Sharding) -> OnDisk:
+        """Return the placeholder of a leaf in a state of a version. ``sharding``: its place in host memory."""
         own = shardings.boxes_of(sharding, leaf.shape)
-        on_disk.check_covered(name, own, leaf.boxes)  # so that this process can read it,
-        on_disk.check_covered(name, leaf.boxes, own)  # and writes all of its part
-        return OnDisk(self._version, Place(self, name, leaf.shape, leaf.dtype, sharding))
+        on_disk.check_covered(leaf.name, own, leaf.boxes)  # so that this process can read it,
+        on_disk.check_covered(leaf.name, leaf.boxes, own)  # and writes all of its part
+        return OnDisk(version, Place(self, leaf.name, leaf.shape, leaf.dtype, sharding))
 
     def ends(self, name: str) -> Ends:
         """The row after each range of a leaf's rows that the files keep together."""
@@ -421,6 +433,12 @@ class Disk:
                 "jo.to_device(leaf), in all processes, gives the leaf divided."
             )
         return shardings.gathered(parts, whole)
+
+
+def _beginning() -> tuple[int, str]:
+    """Choose, for all processes, the first version of a state, which no run before has had, and a name for the run."""
+    version, run = allgathered([secrets.randbelow(VERSIONS), secrets.token_hex(8)])[0]
+    return version, run
 
 
 def _version(token: Any) -> int:
@@ -574,11 +592,14 @@ def new_store(directory: Path, entries: Sequence[Entry]) -> Store:
     return everywhere(lambda: Store.create(own(directory), entries), "disk: making files", Store.close)
 
 
-def last_store(directory: Path) -> Store:
-    """Open the store of this process at the last commit of all. ``ValueError`` where there is none."""
+def last_store(directory: Path, live: Store | None = None) -> Store:
+    """Open the store of this process at the last commit of all. ``ValueError`` where there is none.
+
+    ``live``: the store of this process that is open already.
+    """
     if (last := last_of_all(directory)) is None:
         raise ValueError(
             f"disk: there is no commit in {directory}. Fix: the directory of the run that is to go on; or "
             "tx.init(params) for a new one."
         )
-    return everywhere(lambda: Store.open(own(directory), last), "disk: opening the last commit", Store.close)
+    return everywhere(lambda: Store.open(own(directory), last, live), "disk: opening the last commit", Store.close)

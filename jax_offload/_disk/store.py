@@ -5,7 +5,8 @@ the files and swaps the manifest, which says which slot holds each array. So wha
 opens at its last commit, whole. It takes twice the disk, however often commits are made.
 
 A commit is made in two halves: ``prepare`` puts its manifest beside the last one, and ``swap`` puts it in the last
-one's place. Of several processes, each with a store of its own, a commit counts when all have prepared it.
+one's place. Of several processes, each with a store of its own, a commit counts when all have prepared it. Until the
+first commit a mark lies beside the files: files with neither a mark nor a manifest have lost their manifest.
 
 Nothing here runs ahead: each call returns when it is done. Several threads, four or more to hide a disk's latency, may
 read and write different arrays at once.
@@ -32,7 +33,7 @@ import numpy as np
 
 from jax_offload._disk.files import Buffers, File, allocate, padded, pages, saying, swap_in, sync_directory
 
-NAME, NEXT = "manifest.json", "manifest.next.json"
+NAME, NEXT, BEGUN = "manifest.json", "manifest.next.json", "begun"
 Room = Callable[[int], np.ndarray]
 _FORMAT = 2
 _SLOTS = "ab"
@@ -90,8 +91,10 @@ class Manifest:
 class Store:
     """Arrays in the files of a directory; made by ``create`` or ``open``, and locked until ``close``."""
 
-    def __init__(self, directory: Path, entries: Sequence[Entry], last: Manifest | None, closing: ExitStack) -> None:
-        self.directory, self.entries, self._last = directory, [*entries], last
+    def __init__(
+        self, directory: Path, entries: Sequence[Entry], last: Manifest | None, lock: int, closing: ExitStack
+    ) -> None:
+        self.directory, self.entries, self._last, self.lock = directory, [*entries], last, lock
         self._reads, self._writes = (ThreadPoolExecutor(_THREADS, f"disk {way}") for way in ("reads", "writes"))
         self.buffers, self._staging, self._closing = Buffers(), Buffers(), closing
         self._next: Manifest | None = None
@@ -110,15 +113,23 @@ class Store:
         """Make an empty store. Write all entries, then commit: before that there is nothing to open.
 
         Raises:
-          ValueError: there is a store with a commit, or another process has it.
+          ValueError: there is a store with a commit, or what is left of one, or another process has it.
           OSError: the system refuses the directory or the space. Nothing is left of it.
         """
         with saying("making the directory of a store", directory):
             directory.mkdir(parents=True, exist_ok=True)
         with ExitStack() as closing:
-            _lock(directory, closing)
-            if (directory / NAME).exists():
-                raise ValueError(f"{str(directory)!r} holds a store. Open it, remove it, or give another directory.")
+            lock = _lock(directory, closing)
+            names = [NAME, NEXT, *(f"{kind}.{slot}" for kind in ("state", "beside") for slot in _SLOTS)]
+            left = [name for name in names if (directory / name).exists()]
+            if NAME in left or (left and not (directory / BEGUN).exists()):
+                raise ValueError(
+                    f"disk: {directory} holds {', '.join(left)} of another run, or of an earlier one. Fix: with its "
+                    f"{NAME} there, disk.resume(target) goes on with it; for a new run give a directory of its own, or "
+                    "remove these files."
+                )
+            with saying("marking a store that has no commit yet", directory):
+                swap_in(directory / BEGUN, b"")
             (directory / NEXT).unlink(missing_ok=True)  # no commit, as another process has not prepared it
             length = _laid_out(entries)[1]
             paths = [directory / f"state.{slot}" for slot in _SLOTS]
@@ -129,17 +140,19 @@ class Store:
                 for path in paths:
                     path.unlink(missing_ok=True)
                 raise
-            return cls(directory, entries, None, closing)
+            return cls(directory, entries, None, lock, closing)
 
     @classmethod
-    def open(cls, directory: Path, commit: Commit) -> Store:
+    def open(cls, directory: Path, commit: Commit, live: Store | None = None) -> Store:
         """Open a store at a commit of one of its ``manifests``, which is its last one from now on.
+
+        ``live``: the same store, open already. Both share its lock, and one is closed before the other writes.
 
         Raises:
           ValueError: another process has it, or files are missing or damaged. Arrays are checked when they are read.
         """
         with ExitStack() as closing:
-            _lock(directory, closing)
+            lock = _lock(directory, closing, live)
             prepared, last = manifests(directory)
             if last is not None and last.commit == commit:
                 (directory / NEXT).unlink(missing_ok=True)
@@ -151,8 +164,9 @@ class Store:
                     f"the store in {str(directory)!r} has lost its commit number {commit.number} since it was looked "
                     "for: another run is in its directory. End that, or give this one a directory of its own."
                 )
+            (directory / BEGUN).unlink(missing_ok=True)
             sync_directory(directory)
-            return cls(directory, last.state, last, closing)
+            return cls(directory, last.state, last, lock, closing)
 
     def close(self) -> None:
         """Let the files and the directory go. What was not committed is lost."""
@@ -237,6 +251,7 @@ class Store:
     def swap(self) -> None:
         """Make the prepared commit the last one. After an error the disk has the one before or this one."""
         os.replace(self.directory / NEXT, self.directory / NAME)
+        (self.directory / BEGUN).unlink(missing_ok=True)
         sync_directory(self.directory)
         self._last, self._next = self._next, None
 
@@ -352,8 +367,8 @@ def _checksum(body: Any) -> int:
 _locked = set[int]()  # the open files by which this process has locked directories
 
 
-def _lock(directory: Path, closing: ExitStack) -> None:
-    """Lock a directory until ``closing`` ends. The lock ends with the process, however that ends.
+def _lock(directory: Path, closing: ExitStack, live: Store | None = None) -> int:
+    """Lock a directory until ``closing`` or the process ends, however that ends, and return the lock's file.
 
     Raises:
       ValueError: another process, or another store of this one, has the lock.
@@ -362,6 +377,8 @@ def _lock(directory: Path, closing: ExitStack) -> None:
     path, me = directory / "lock", f"process {os.getpid()} on {socket.gethostname()}"
     with saying("opening the lock of a store", path):
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+    if live is not None and os.path.samestat(os.fstat(live.lock), os.fstat(descriptor)):
+        os.dup2(live.lock, descriptor, inheritable=False)  # the same lock, which ends when both are closed
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -376,6 +393,7 @@ def _lock(directory: Path, closing: ExitStack) -> None:
     _locked.add(descriptor)
     closing.callback(_unlock, descriptor)
     os.pwrite(descriptor, me.encode().ljust(256), 0)
+    return descriptor
 
 
 def _unlock(descriptor: int) -> None:

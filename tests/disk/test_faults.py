@@ -297,6 +297,22 @@ def test_a_manifest_that_was_being_written(run):
     run.holds(2)
 
 
+def test_files_without_their_manifest(run):
+    """They may hold a commit, so no new state takes their place, however few of them are left."""
+    run.restart()
+    run.disk.close()
+    files = {path: path.read_bytes() for path in run.folder.iterdir() if path.name != "lock"}
+    for name in ("manifest.json", "state.a", "state.b"):
+        (run.folder / name).unlink()
+        assert run.disk.last_commit is None
+        with pytest.raises(ValueError, match=r"holds .*beside\.a of another .* Fix: with its manifest.*remove"):
+            run.tx.init(model())
+        assert all(path.read_bytes() == data for path, data in files.items() if path.exists())
+    for path, data in files.items():
+        path.write_bytes(data)
+    run.holds(2)
+
+
 # ---- what people do --------------------------------------------------------------------------------------------------
 
 
@@ -320,6 +336,23 @@ def test_a_directory_in_use_and_another_optimizer_or_model(run):
         with pytest.raises(ValueError, match=message):
             run.resumed(inner, width)
     run.holds(2)
+
+
+@pytest.mark.parametrize("why", ["another target", "open", "preadv"])
+def test_a_resume_that_fails(run, why):
+    """The state in use goes on, and its directory stays in use."""
+    params, state = run.trained(*run.restart())
+    run.files.fault = no_fault if why == "another target" else error(FAILED, why, 0, "beside")
+    with pytest.raises((OSError, ValueError), match=r"its leaves differ from the commit's|Input/output error"):
+        run.resumed(optax.lion(1e-2))
+    run.files.fault = no_fault
+    with pytest.raises(ValueError, match=r"in use by process .*in which another jo\.disk has it"):
+        jo.disk(run.folder).resume(0)
+    params, state = run.trained(params, state)
+    for a, b in zip(run.values(params, state), run.want[4], strict=True):
+        np.testing.assert_array_equal(a, b)
+    run.commit(4, params, state)
+    run.holds(4)
 
 
 @pytest.mark.parametrize("of", ["open", "preadv"])
