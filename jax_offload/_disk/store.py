@@ -164,8 +164,8 @@ class Store:
                     f"the store in {str(directory)!r} has lost its commit number {commit.number} since it was looked "
                     "for: another run is in its directory. End that, or give this one a directory of its own."
                 )
-            (directory / BEGUN).unlink(missing_ok=True)
             sync_directory(directory)
+            (directory / BEGUN).unlink(missing_ok=True)
             return cls(directory, last.state, last, lock, closing)
 
     def close(self) -> None:
@@ -251,8 +251,8 @@ class Store:
     def swap(self) -> None:
         """Make the prepared commit the last one. After an error the disk has the one before or this one."""
         os.replace(self.directory / NEXT, self.directory / NAME)
-        (self.directory / BEGUN).unlink(missing_ok=True)
         sync_directory(self.directory)
+        (self.directory / BEGUN).unlink(missing_ok=True)  # now that the commit outlives a loss of power
         self._last, self._next = self._next, None
 
     def _write_beside(self, slot: int, beside: dict[str, Any]) -> list[Entry]:

@@ -72,16 +72,18 @@ def test_at_any_call(run, first, loses):
 
 @pytest.mark.parametrize("every", [6, 1])
 def test_files_that_were_begun(run, every, tmp_path):
-    """However often the making of the first files has ended, and wherever, they can be made."""
+    """However often the making of the first files has ended, and wherever, with or without power, they can be made."""
     disk, files = jo.disk(tmp_path / "begun"), Faulty(tmp_path)
     tx, ended = jo.offload(optax.adamw(1e-2), min_bytes=1024, disk=disk), 0
     for at in range(0, 200, every):
-        files.fault = PowerLoss(at)
+        files.fault = PowerLoss(at, seed=at)
         with suppress(OSError, ValueError):
             disk.commit(0, {"params": model(), "state": tx.init(model())})
             break
         ended += 1
         disk.close()
+        if at % 2:
+            files.fault.lose()
         files.fault = no_fault
         assert disk.last_commit in (None, 0)
         if disk.last_commit == 0:
