@@ -702,8 +702,6 @@ class Step:
             self.misplaced += misplaced(self.r, self.mode, state, params)
         if not plain:
             return state
-        if self.r["mesh"] is None:
-            return jax.tree.map(jnp.copy, state)
         home = lambda x: x.sharding if isinstance(x.sharding, NamedSharding) else self.sharding()  # noqa: E731
         return jax.tree.map(lambda x: jax.device_put(jnp.copy(x), home(x)), state)
 
