@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax.sharding import SingleDeviceSharding
 
 import jax_offload as jo
-from jax_offload._disk.leaves import Place
+from jax_offload._disk.leaves import OnDisk, Place
 from jax_offload._host.moving import DEPTH
 from jax_offload._program.memory import HOST_KIND
 
@@ -72,9 +72,9 @@ class Sweeps:
         made = jax.jit(lambda k: jax.random.normal(k, (leaf // 4,), jnp.float32), out_shardings=self.where)
         self.results = [made(jax.random.key(k)) for k in range(group // leaf)]
         of_one = self.results[0]
-        places = [Place(self.disk, name, of_one.shape, of_one.dtype, self.where) for name in names]
-        self.disk.fill(places, (of_one for _ in names))
-        self.names, self.step = names, 0
+        self.places = [Place(self.disk, name, of_one.shape, of_one.dtype, self.where) for name in names]
+        self.disk.fill(self.places, (of_one for _ in names))
+        self.step = 0
         for _ in range(2):  # both slots, because space that is only reserved is written at another speed
             self.write()
         self.sweep()
@@ -123,8 +123,8 @@ class Sweeps:
         return [self.disk.put(name, x) for name, x in zip(group, self.results, strict=False)]
 
     def _commit(self) -> None:
-        self.disk.advance()
-        self.disk.commit(self.step, {name: self.disk.handle(name, self.where) for name in self.names})
+        token = self.disk.advance()
+        self.disk.commit(self.step, {place.name: OnDisk(token, place) for place in self.places})
         self.step += 1
 
     def close(self) -> None:
