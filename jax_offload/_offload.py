@@ -189,7 +189,7 @@ def offload(
         skip = checked_skip(skip)
         around.check_not_within_offload()
         state, in_files = opened(state)
-        state, params = around.from_host((state, params))
+        state, params = around.from_host(state, params)
         arguments.check_no_state("updates", updates)
         arguments.check_no_state("params", params)
         arguments.check_gradients(updates, params)
@@ -287,7 +287,7 @@ def update_params(
     arguments.check_not_in_multi_steps(tx, state)
     tx = optax.with_extra_args_support(tx)
     state, stored = opened(state)
-    state, params = around.from_host((state, params))
+    state, params = around.from_host(state, params)
 
     def recipe(grads: Any, state: Any, params: Any, extra_args: Any, skip: Any) -> Any:
         old, (grads, params, extra_args) = params, loaded((grads, params, extra_args))

@@ -8,7 +8,7 @@ whole parameters. A plan then loads them by rows, where a scan reads them.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from types import MappingProxyType
 from typing import Any
 
@@ -47,18 +47,39 @@ def _may_load(x: Any) -> bool:
 
 
 def _with_loads(
-    fun: Callable[..., Any], args: Sequence[Any], static: Sequence[int], named: Mapping[str, Any]
+    fun: Callable[..., Any],
+    args: Sequence[Any],
+    static: Sequence[int],
+    named: Mapping[str, Any],
+    kept: Set[int] = frozenset(),
 ) -> tuple[ClosedJaxpr, Any]:
-    """Trace a step with all of its host arguments but states of optimizers loaded at its start."""
+    """Trace a step with all of its host arguments but states of optimizers loaded at its start.
+
+    A state without optax's types, such as a dict, is known by the update that takes it: where the trace fails, the
+    step is traced once more with these leaves ``kept`` in host memory, by their numbers.
+    """
+    numbers, states = dict[int, int](), list[Any]()
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        def loaded(x: Any) -> Any:
-            return jax.tree.map(lambda x: x if is_state(x) else load(x), x, is_leaf=is_state)
+        numbers.clear()
 
-        with loading():
+        def of_leaf(x: Any) -> Any:
+            number = numbers.setdefault(id(x), len(numbers))
+            return x if number in kept or is_state(x) else load(x)
+
+        def loaded(x: Any) -> Any:
+            return jax.tree.map(of_leaf, x, is_leaf=is_state)
+
+        with loading(states):
             return fun(*(x if k in static else loaded(x) for k, x in enumerate(args)), **loaded(kwargs))
 
-    closed, result = jaxpr_of(run, *args, static=static, named=named)
+    try:
+        closed, result = jaxpr_of(run, *args, static=static, named=named)
+    except TypeError:
+        of_states = {numbers[id(x)] for x in states}
+        if of_states <= kept:
+            raise
+        return _with_loads(fun, args, static, named, kept | of_states)
     results = jax.tree.unflatten(result, closed.jaxpr.outvars)
     states = [is_state(x) for x in jax.tree.leaves(results, is_leaf=is_state) for _ in jax.tree.leaves(x)]
     return _returned_to_host(closed, states), result

@@ -52,6 +52,7 @@ class Around:
         its own.
       loaded: the values on the device that the step has loaded, each with its origin in host memory; ``None``: it
         loads what it needs by itself.
+      states: the origins of those that an update has been given as its state.
     """
 
     shardings: Shardings | None = None
@@ -60,6 +61,7 @@ class Around:
     within_offload: bool = False
     gathered: list[Any] | None = None
     loaded: list[tuple[Any, Any]] | None = None
+    states: list[Any] = dataclasses.field(default_factory=list[Any])
 
 
 _AROUND: contextvars.ContextVar[Around] = contextvars.ContextVar("jax_offload_around", default=Around())  # noqa: B039
@@ -103,9 +105,12 @@ def gathering() -> Iterator[list[Any]]:
         yield options
 
 
-def loading() -> contextlib.AbstractContextManager[None]:
-    """Inside, a step computes with what ``load`` returns, and an update streams the origins of these values."""
-    return _within(loaded=list[tuple[Any, Any]]())
+@contextlib.contextmanager
+def loading(states: list[Any]) -> Iterator[None]:
+    """Inside, a step computes with what ``load`` returns, and an update streams the origins of these values. Those of
+    a state are appended to ``states``."""
+    with _within(loaded=list[tuple[Any, Any]](), states=states):
+        yield
 
 
 def load(x: Any) -> Any:
@@ -117,10 +122,13 @@ def load(x: Any) -> Any:
     return loaded[-1][0]
 
 
-def from_host(tree: Any) -> Any:
-    """Return ``tree`` with the values that ``load`` has loaded where they were, in host memory."""
-    origins = {id(x): origin for x, origin in _AROUND.get().loaded or ()}
-    return jax.tree.map(lambda x: origins.get(id(x), x), tree) if origins else tree
+def from_host(state: Any, params: Any) -> tuple[Any, Any]:
+    """Return both trees with the values that ``load`` has loaded where they were, in host memory."""
+    origins = {id(x): origin for x, origin in facts().loaded or ()}
+    if not origins:
+        return state, params
+    facts().states.extend(origins[id(x)] for x in jax.tree.leaves(state) if id(x) in origins)
+    return jax.tree.map(lambda x: origins.get(id(x), x), (state, params))
 
 
 def check_not_within_offload() -> None:
