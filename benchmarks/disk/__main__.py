@@ -88,7 +88,7 @@ def row(kind: str, found: dict[str, list[float]], under_way: Sequence[dict[str, 
 
 
 def behind(sweeps: Sweeps, pairs: int, per_group: float) -> dict[str, Any]:
-    """Run sweeps in which the device works longer than the disk; return their seconds and those of the work alone."""
+    """Run sweeps whose device work outlasts the disk; return the seconds of the sweeps and of the work alone."""
     delay = 2 * per_group
     alone = delay * (1 + sweeps.count)  # the gradients, and each group
     taken = [sweeps.sweep(delay=delay)[0] for _ in range(pairs)]

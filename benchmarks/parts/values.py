@@ -166,7 +166,7 @@ def relative(a: list[float], b: list[float]) -> list[float]:
 
 
 def judged(first: dict[str, float], losses: list[float], misplaced: list[str], leaf_limit: float) -> list[str]:
-    """Say in words what is wrong; NaN is wrong."""
+    """Describe each error in words; NaN counts as an error."""
     wrong = [f"{path}: {x:.1e} apart after a step" for path, x in first.items() if not x <= leaf_limit]
     if not losses[-1] <= LOSS:
         wrong.append(f"the last loss is {losses[-1]:.1e} apart")

@@ -53,7 +53,7 @@ def kinds(tree: Any) -> dict[str, str]:
 
 
 def misplaced(tree: Any, expected: Any) -> list[str]:
-    """Return the leaves that are in another memory than those of ``expected``, arrays or their shapes."""
+    """Return the leaves whose memory differs from ``expected``, a tree of arrays or shapes."""
     wanted = [x.sharding.memory_kind for x in jax.tree.leaves(expected)]
     return [f"{path}: {kind}" for (path, kind), want in zip(kinds(tree).items(), wanted, strict=True) if kind != want]
 

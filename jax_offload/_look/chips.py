@@ -27,7 +27,7 @@ _TPU_KINDS = {"v5 lite": "v5e", "v5": "v5p", "v6 lite": "v6e"}  # as jax has the
 _SAME_CARD = re.compile(r"sxm\d*|hbm\w*|80gb|141gb|480gb")
 
 FRACTION, OTHER_NAME, BY_DEFAULT = "XLA_PYTHON_CLIENT_MEM_FRACTION", "XLA_CLIENT_MEM_FRACTION", 0.75
-HEADROOM = 0.05  # of jax's share of a device's memory; twice that of a host's memory
+HEADROOM = 0.05  # the share of JAX's device memory to leave free; of host memory, twice as much
 MOST = 0.95  # of a GPU's memory that jax can be told to take
 PIECE, PIECES = 2**26, 16  # copies of 64 MiB are far beyond the size at which their latency is felt
 ON_CPU = 2**20

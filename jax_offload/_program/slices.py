@@ -153,7 +153,7 @@ def parts_of(roots: Sequence[Wanted], last: int) -> tuple[list[Part], dict[Root,
     Roots of a pass that need a host leaf in common go together. Roots that need none go to the prelude.
     """
     most = union(each.needs for each in roots).bit_length()
-    numbers = groups([each.needs << each.at * most for each in roots])  # no bit in common with those of another pass
+    numbers = groups([each.needs << each.at * most for each in roots])  # passes share no bits
     at_of = {k: each.at for each, k in zip(roots, numbers, strict=True) if k}
     parts = [Part(at) for at in (*range(last + 1), *at_of.values())]
     return parts, {each.root: last + k if k else each.at for each, k in zip(roots, numbers, strict=True)}

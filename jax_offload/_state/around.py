@@ -52,7 +52,7 @@ class Around:
         its own.
       loaded: the values on the device that the step has loaded, each with its origin in host memory; ``None``: it
         loads what it needs by itself.
-      states: the origins of those that an update has been given as its state.
+      states: the origins that an update has received as its state.
     """
 
     shardings: Shardings | None = None
