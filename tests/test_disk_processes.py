@@ -38,8 +38,8 @@ def test_under_a_limit_that_the_state_in_memory_does_not_fit(tmp_path):
     assert code == 0 and "step 1" in said and int(said.split("MiB")[-1]) <= limit, said
     said, code = ran["limited_host"]
     assert code != 0 and "step 1" not in said, said
-    by_signal = code < 0  # an allocation that fails in a library without a word
-    assert by_signal or "RESOURCE_EXHAUSTED" in said or "bad_alloc" in said or "MemoryError" in said, said
+    # Which allocation fails first differs from run to run, and some libraries end the process without a word.
+    assert code < 0 or any(word in said.lower() for word in ("out of memory", "bad_alloc", "memoryerror")), said
 
 
 # ---- several processes -----------------------------------------------------------------------------------------------
