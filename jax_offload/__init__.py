@@ -31,9 +31,9 @@ if _typing.TYPE_CHECKING:
     from jax_offload import types as types
     from jax_offload._look.chips import chip as chip
     from jax_offload._look.inspection import inspect as inspect
+    from jax_offload._look.inspection import profile as profile
     from jax_offload._look.inspection import verify as verify
     from jax_offload._look.plan import plan as plan
-    from jax_offload._look.profiled import profile as profile
 
 try:
     __version__ = _metadata.version("jax_offload")
@@ -45,7 +45,7 @@ _LAZY = {
     "chip": "chips",
     "inspect": "inspection",
     "plan": "plan",
-    "profile": "profiled",
+    "profile": "inspection",
     "verify": "inspection",
 }
 

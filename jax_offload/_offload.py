@@ -22,17 +22,32 @@ from jax_offload._emit.recipe import (
     zero_where,
 )
 from jax_offload._program.arrays import Offloaded, is_array
-from jax_offload._program.donation import Home, guarded
-from jax_offload._program.memory import DEFAULT_MIN_BYTES, loaded, on_host, stored
+from jax_offload._program.memory import (
+    DEFAULT_MIN_BYTES,
+    Layouts,
+    inside_shard_map,
+    loaded,
+    on_host,
+    stored,
+    types_tell,
+)
+from jax_offload._program.primitives import Home, guarded
 from jax_offload._program.private import traces
-from jax_offload._program.shardings import Layouts, inside_shard_map, types_tell
-from jax_offload._schedule.options import Options, Order, merged
-from jax_offload._state import arguments, around
+from jax_offload._schedule.schedule import Options, Order, merged
+from jax_offload._state import arguments
 from jax_offload._state.masters import checked_update
 from jax_offload._state.placement import Policy, Select, marked, place, place_next, warn_of_nothing
-from jax_offload._state.state import created, described_state, refused
+from jax_offload._state.state import (
+    check_not_manual,
+    check_typed,
+    created,
+    described_state,
+    partitions,
+    refused,
+    resharded,
+    resharded_state,
+)
 from jax_offload._state.storage import adopted, rules_of, warn_of_unstored, with_storage
-from jax_offload._state.zero import check_not_manual, check_typed, partitions, resharded, resharded_state
 
 
 def offload(
@@ -126,7 +141,7 @@ def offload(
       'pinned_host'
     """
     if isinstance(inner, Offloaded):
-        raise TypeError(around.NESTED)
+        raise TypeError(arguments.NESTED)
     if isinstance(inner, optax.MultiSteps):
         inner = inner.gradient_transformation()
     arguments.check_inner(inner)
@@ -139,22 +154,22 @@ def offload(
     optimizer = inner = optax.with_extra_args_support(inner)
     inner = with_storage(inner, rules, min_bytes) if rules else inner
     nothing_moves = policy.fraction == 0 and not policy.shard_over and not rules
-    remembered = around.Remembered()
+    remembered = arguments.Remembered()
     home = Home()
 
     def init_fn(params: optax.Params) -> optax.OptState:
-        around.check_not_within_offload()
+        arguments.check_not_within_offload()
         arguments.check_params(params)
-        own = around.shardings_of(params)
+        own = arguments.shardings_of(params)
 
         def create(params: Any) -> Any:
-            with around.within_offload():
+            with arguments.within_offload():
                 state = inner.init(loaded(params))
             plan = place(policy, state, params)
             known = {**remembered.unambiguous(params), **own}  # of others out_shardings say how the state is divided
             state = stored(resharded_state(state, plan, params, known), [leaf.host for leaf in plan])
             state = guarded(state, home=home, where="init")
-            if around.facts().runs:
+            if arguments.facts().runs:
                 warn_of_nothing(plan, policy)
                 return refused(state, plan)
             return marked(state, plan, disk)
@@ -172,12 +187,12 @@ def offload(
             else:
                 state = created(disk, create, params, target)
             home.reached |= any(map(on_host, jax.tree.leaves(state)))
-        if rules and around.facts().remembers:
+        if rules and arguments.facts().remembers:
             warn_of_unstored(rules, state)
         remembered.remember(own)
         return state
 
-    @around.compiled_where_eager(like=lambda updates, state, params=None, **_: updates if params is None else params)
+    @arguments.compiled_where_eager(like=lambda updates, state, params=None, **_: updates if params is None else params)
     def update_fn(
         updates: optax.Updates,
         state: optax.OptState,
@@ -187,16 +202,16 @@ def offload(
         **extra_args: Any,
     ) -> tuple[optax.Updates, optax.OptState]:
         skip = checked_skip(skip)
-        around.check_not_within_offload()
+        arguments.check_not_within_offload()
         state, in_files = opened(state)
-        state, params = around.from_host(state, params)
+        state, params = arguments.from_host(state, params)
         arguments.check_no_state("updates", updates)
         arguments.check_no_state("params", params)
         arguments.check_gradients(updates, params)
         like = updates if params is None else params
         if rules:
             state = adopted(state, like, inner.init)
-        from_types = around.shardings_of(like)
+        from_types = arguments.shardings_of(like)
         from_memory = {p: s for p, s in inside_shard_map(remembered.unambiguous(like)).items() if p not in from_types}
         shardings = {**from_memory, **from_types}
         plan = place(policy, state, like)
@@ -210,9 +225,9 @@ def offload(
         on_disk = frozenset(k for k, leaf in enumerate(plan) if leaf.disk)
         options = Options(
             window, None if order is None else tuple(order), shardings, sharded, on_cores=on_cores, on_disk=on_disk,
-            remembered=frozenset(from_memory), unknown=around.without_sharding(like, shardings), home=home,
+            remembered=frozenset(from_memory), unknown=arguments.without_sharding(like, shardings), home=home,
         )  # fmt: skip
-        if (gathered := around.facts().gathered) is not None:
+        if (gathered := arguments.facts().gathered) is not None:
             gathered.append(options)
         gathered_outside = gathered is not None and not types_tell(updates)
 
@@ -222,7 +237,7 @@ def offload(
             like = updates if params is None else params
             updates, params = resharded(updates, sharded, params), sharded_params(params, options)
             try:
-                with around.within_offload():
+                with arguments.within_offload():
                     updates, new = checked_update(inner, updates, old, params, **extra_args)
             except Exception as error:
                 check_typed(sharded, error)
@@ -242,7 +257,7 @@ def offload(
     return Offloaded(init_fn, update_fn).wrapping(offload, optimizer, storage=storage, **said)
 
 
-@around.compiled_where_eager(like=lambda tx, grads, state, params, **_: params)
+@arguments.compiled_where_eager(like=lambda tx, grads, state, params, **_: params)
 def update_params(
     tx: optax.GradientTransformation,
     grads: optax.Updates,
@@ -287,11 +302,11 @@ def update_params(
     arguments.check_not_in_multi_steps(tx, state)
     tx = optax.with_extra_args_support(tx)
     state, stored = opened(state)
-    state, params = around.from_host(state, params)
+    state, params = arguments.from_host(state, params)
 
     def recipe(grads: Any, state: Any, params: Any, extra_args: Any, skip: Any) -> Any:
         old, (grads, params, extra_args) = params, loaded((grads, params, extra_args))
-        with around.gathering() as options:
+        with arguments.gathering() as options:
             try:
                 updates, after = tx.update(grads, state, params, **extra_args)
             except ValueError as error:
@@ -303,4 +318,4 @@ def update_params(
         return where_it_was(new, old), after
 
     params, state = streamed(recipe, (grads, state, params, extra_args, skip), next_of=(2, 1))
-    return jax.tree.map(around.load, params), stored(state)
+    return jax.tree.map(arguments.load, params), stored(state)

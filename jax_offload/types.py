@@ -4,7 +4,7 @@ from jax_offload._look.answer import Plan as Plan
 from jax_offload._look.answer import Row as Row
 from jax_offload._look.chips import Chip as Chip
 from jax_offload._look.inspection import Inspection as Inspection
-from jax_offload._look.profiled import Profile as Profile
+from jax_offload._look.inspection import Profile as Profile
 from jax_offload._look.report import Placement as Placement
 from jax_offload._look.timeline import Timeline as Timeline
 from jax_offload._state.placement import Leaf as Leaf

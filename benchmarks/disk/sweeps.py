@@ -17,7 +17,7 @@ from jax.sharding import SingleDeviceSharding
 
 import jax_offload as jo
 from jax_offload._disk.leaves import OnDisk, Place
-from jax_offload._host.moving import DEPTH
+from jax_offload._host.driver import DEPTH
 from jax_offload._program.memory import HOST_KIND
 
 

@@ -30,12 +30,11 @@ import numpy as np
 from jax.sharding import Sharding
 
 from jax_offload._disk import leaves as on_disk
-from jax_offload._disk.files import pages
 from jax_offload._disk.leaves import TOKEN, VERSIONS, Ends, OnDisk, Place, Range, Stored, Token
-from jax_offload._disk.store import NAME, Commit, Entry, Room, Store, manifests
-from jax_offload._program import shardings
+from jax_offload._disk.store import NAME, Commit, Entry, Room, Store, manifests, pages
+from jax_offload._program import memory
 from jax_offload._program.arrays import check_integer
-from jax_offload._program.shardings import Parts
+from jax_offload._program.memory import Parts
 
 _BYTES = 4096  # the size of each process's message: one size, so that one program sends all
 _LETTERS = 600  # the longest error in a message; a letter takes six bytes at most
@@ -290,7 +289,7 @@ class Disk:
 
     def _handle(self, leaf: Stored, version: int, sharding: Sharding) -> OnDisk:
         """Return the placeholder of a leaf in a state of a version. ``sharding``: its place in host memory."""
-        own = shardings.boxes_of(sharding, leaf.shape)
+        own = memory.boxes_of(sharding, leaf.shape)
         on_disk.check_covered(leaf.name, own, leaf.boxes)  # so that this process can read it,
         on_disk.check_covered(leaf.name, leaf.boxes, own)  # and writes all of its part
         return OnDisk(version, Place(self, leaf.name, leaf.shape, leaf.dtype, sharding))
@@ -322,8 +321,8 @@ class Disk:
                 if not several():
                     raise
                 self._fails(f"reading {name}", error)
-                parts = [(box, np.zeros(shardings.shape_of(box), leaf.dtype)) for _, box in leaf.within(rows)]
-            return jax.block_until_ready(shardings.assembled(parts, sharding, leaf.shape_of(rows)))
+                parts = [(box, np.zeros(memory.shape_of(box), leaf.dtype)) for _, box in leaf.within(rows)]
+            return jax.block_until_ready(memory.assembled(parts, sharding, leaf.shape_of(rows)))
 
         return self._readers.submit(read)
 
@@ -347,8 +346,8 @@ class Disk:
         def write() -> None:
             wait(before)
             try:
-                parts = shardings.parts_of(value.pop())
-                self.store.write({k: shardings.gathered(parts, box) for k, box in found})
+                parts = memory.parts_of(value.pop())
+                self.store.write({k: memory.gathered(parts, box) for k, box in found})
             except BaseException as error:
                 self._fails(f"writing {name}", error)
                 raise
@@ -426,13 +425,13 @@ class Disk:
         if version != self._committed:  # an update or a commit may have begun meanwhile
             self.check(token)
         if sharding is not None and not sharding.is_fully_addressable:
-            return shardings.assembled(parts, sharding, leaf.shape)
-        if not shardings.covered(whole := shardings.box_of_shape(leaf.shape), [box for box, _ in parts]):
+            return memory.assembled(parts, sharding, leaf.shape)
+        if not memory.covered(whole := memory.box_of_shape(leaf.shape), [box for box, _ in parts]):
             raise ValueError(
                 f"disk: {leaf.name} is divided between processes, and this one has a part of it. Fix: "
                 "jo.to_device(leaf), in all processes, gives the leaf divided."
             )
-        return shardings.gathered(parts, whole)
+        return memory.gathered(parts, whole)
 
 
 def _beginning() -> tuple[int, str]:

@@ -35,11 +35,9 @@ from jax.tree_util import keystr
 from jax_offload._disk.store import Entry
 from jax_offload._program import memory
 from jax_offload._program.arrays import is_array, nbytes
-from jax_offload._program.memory import HostStruct
-from jax_offload._program.own_primitives import identity_primitive
-from jax_offload._program.private import set_rules, trace_as
-from jax_offload._program.shardings import (
+from jax_offload._program.memory import (
     Box,
+    HostStruct,
     Parts,
     assembled,
     box_of_shape,
@@ -50,6 +48,8 @@ from jax_offload._program.shardings import (
     shape_of,
     shards_of,
 )
+from jax_offload._program.primitives import identity_primitive
+from jax_offload._program.private import set_rules, trace_as
 
 TOKEN = np.dtype(np.float32)  # a floating type, so that jnp.isfinite does not pass it by
 VERSIONS = 2**24  # whole numbers below this are exact in it

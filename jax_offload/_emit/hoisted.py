@@ -24,12 +24,11 @@ import jax.numpy as jnp
 from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import NamedSharding
 
-from jax_offload._emit.rows import Buffers, Names, Values
-from jax_offload._program.barriers import read_once, together
+from jax_offload._emit.run import Buffers, Names, Values
 from jax_offload._program.jaxprs import Literal, Scan, Var, as_array, values_of, variables
-from jax_offload._program.memory import is_host_aval
+from jax_offload._program.memory import constrained, is_host_aval, shards_of, typed_sharding, zeros
+from jax_offload._program.primitives import read_once, together
 from jax_offload._program.rules import run_chunk
-from jax_offload._program.shardings import constrained, shards_of, typed_sharding, zeros
 from jax_offload._schedule.in_scan import InScan, Nest
 
 

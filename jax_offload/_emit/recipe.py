@@ -21,30 +21,31 @@ from jax.core import Tracer
 from jax.tree_util import keystr
 
 from jax_offload._disk.leaves import not_from_disk
-from jax_offload._emit.find import holds_update, updates_in, without_updates
-from jax_offload._emit.region import Update, bound
-from jax_offload._program.arrays import is_array, is_like
-from jax_offload._program.barriers import opaque
-from jax_offload._program.branches import without_branches
+from jax_offload._emit.region import Update, bound, holds_update, updates_in, without_updates
+from jax_offload._program.arrays import is_array, is_like, key_of, leaves_with_paths, owners
 from jax_offload._program.jaxprs import Literal, jaxpr_of
-from jax_offload._program.memory import is_host_aval, on_host, stored, to_device, to_host
-from jax_offload._program.paths import key_of, leaves_with_paths, owners
-from jax_offload._program.program import Program, Var, flat, without_round_trips
-from jax_offload._program.shardings import (
+from jax_offload._program.memory import (
     Layouts,
     Shards,
     devices_of,
     is_explicit,
+    is_host_aval,
     is_manual,
+    on_host,
     shards_of,
+    stored,
+    to_device,
+    to_host,
     typed_sharding,
     types_tell,
 )
-from jax_offload._program.trace import LARGE, production_of
-from jax_offload._schedule.options import Claim, Options, backward_ranks, claimed, merged
+from jax_offload._program.primitives import opaque
+from jax_offload._program.program import Program, Var, flat, without_branches, without_round_trips
+from jax_offload._schedule.after import LARGE, production_of
+from jax_offload._schedule.schedule import Claim, Options, backward_ranks, claimed, merged
 from jax_offload._state.arguments import check_on_device
 from jax_offload._state.placement import Leaf
-from jax_offload._state.zero import resharded
+from jax_offload._state.state import resharded
 
 
 def streamed(

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Sequence
+import contextlib
+import dataclasses
+from collections import ChainMap, Counter
+from collections.abc import Callable, Hashable, Iterable, Mapping, MutableMapping, Sequence, Set
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax.custom_batching import custom_vmap
 from jax.extend import source_info_util
+from jax.sharding import NamedSharding, PartitionSpec
 
-from jax_offload._emit.rows import Names, looped, or_batched, prefetch, update_of, write_back
-from jax_offload._program.barriers import gate, opaque
+from jax_offload._program.arrays import row_indices
 from jax_offload._program.jaxprs import (
     ClosedJaxpr,
     Equation,
@@ -22,11 +26,329 @@ from jax_offload._program.jaxprs import (
     jit,
     variables,
 )
-from jax_offload._program.memory import is_host_aval, to_device, to_host
+from jax_offload._program.memory import constrained, is_host_aval, padded, to_device, to_host, typed_sharding, zeros
+from jax_offload._program.primitives import gate, opaque, read_once, written_after
 from jax_offload._program.program import is_load, is_store, numbered, structure
-from jax_offload._program.shardings import zeros
+from jax_offload._program.rules import Dim, Partial, Rows, run_chunk
 from jax_offload._program.slices import Slice
-from jax_offload._schedule.schedule import Chunked, Gate, Planned, Schedule
+from jax_offload._schedule.schedule import Chunked, Gate, Planned, RowWise, Schedule, tiles
+
+# ---- rows of whole arrays, in a loop: over chunks, in a scan, or from disk
+#
+# A stacked or a huge leaf is one buffer, which a copy would load whole. So a loop carries the host buffers, and the
+# arrays on the device that the update may overwrite: it reads some rows of each, runs the slice on them, and writes
+# the results into the same buffers at the same place. XLA keeps them where they are and aliases them through the
+# loop; as ``xs`` and ``ys`` of a scan they would stand in host memory twice.
+#
+# A chunk has the same rows of every shard of its axis, so no device needs another's rows, and XLA sees that. A given
+# sharding is pinned at every step: otherwise XLA may divide the loop's carry like the rows written into it, and
+# gather the whole each time.
+
+Names = Mapping[Var, str]  # the leaf's path in the state, of each of its values
+Values = dict[Var, Any]
+Arrays = MutableMapping[Var, Any]
+Chunk = tuple[Any, int]  # its first row, which may be traced, and its number of rows
+State = tuple[Values, Values]  # whole arrays; and rows of host leaves, on the device, that are not stored yet
+
+
+@dataclasses.dataclass(frozen=True)
+class Buffers:
+    """How rows of whole arrays are read and written.
+
+    Attributes:
+      dims: where the rows of each array are; one that has none is read whole.
+      pins: the shardings of arrays.
+      names: the names of the state's leaves.
+      shards: into how many parts the axis of the rows is divided between devices.
+      laid_out: a function of rows on the device and their array, applied before the rows are written.
+      kinds: the functions that update rows; slices that are alike share one, which is traced once and inlined by XLA.
+    """
+
+    dims: Mapping[Var, Dim]
+    pins: Mapping[Var, NamedSharding]
+    names: Names
+    shards: int = 1
+    laid_out: Callable[[Var, Any], Any] = lambda _, x: x
+    kinds: dict[Hashable, Callable[..., list[Any]]] = dataclasses.field(default_factory=dict)
+    key_of: Callable[[Any], Hashable] = dataclasses.field(default_factory=numbered)
+
+    def read(self, v: Var, x: Any, start: Any, n: int = 1) -> Any:
+        """``n`` rows of each shard of ``x``, which is the array ``v``."""
+        dim = self.dims.get(v)
+        return read_rows(x, dim.dim, start, n, self.shards, self.pins.get(v)) if isinstance(dim, Rows) else x
+
+    def load(self, wholes: Arrays, v: Var, start: Any, n: int = 1) -> Any:
+        with prefetch(v, self.names):
+            return to_device(self.read(v, wholes[v], start, n))
+
+    def store(self, wholes: Arrays, v: Var, rows: Any, start: Any) -> None:
+        with write_back(v, self.names):
+            dim = self._dim(v)
+            n = rows.shape[dim] // self.shards
+            for begin, end in tiles(n, dim, rows.ndim):
+                some = rows if end - begin == n else self.read(v, rows, begin, end - begin)
+                self.write(wholes, v, to_host(some), start + begin)
+
+    def write(self, wholes: Arrays, v: Var, rows: Any, start: Any) -> None:
+        wholes[v] = write_rows(wholes[v], rows, self._dim(v), start, self.shards, self.pins.get(v))
+
+    def exchange(self, wholes: Arrays, stored: Values, at: Any, loaded: Sequence[Var], then: Any, n: int = 1) -> Values:
+        """Stores rows of some leaves, from row ``at`` on, while it loads ``n`` rows of others, from ``then`` on.
+
+        A host buffer that is read and written at the same time would be copied, so leaves take turns: a leaf is loaded
+        before the exchange that stores it, or after.
+        """
+        found = {v: self.load(wholes, v, then, n) for v in loaded}
+        for v, rows in stored.items():
+            self.store(wholes, v, rows, at)
+        return found
+
+    def updated(self, s: Slice, how: RowWise, given: Sequence[Any], start: Any, n: int = 1) -> list[Any]:
+        """The results of a slice for some rows, on the device, of its operands' rows there."""
+        jaxpr = s.core.jaxpr
+        kind = structure(jaxpr, self.key_of), how.dims, how.where, n
+
+        def update_rows(start: Any, *given: Any) -> list[Any]:  # the name that profiles show
+            return run_chunk(jaxpr, how.dims, how.where, row_indices(how.where.size, start, n, self.shards), *given)
+
+        with update_of(s.loads, self.names):
+            return self.kinds.setdefault(kind, jit(update_rows))(start, *given)
+
+    def keep(
+        self, s: Slice, how: RowWise, new: Sequence[Any], wholes: Arrays, start: Any, *, first: Any = None,
+        without: Set[Var] = frozenset(),
+    ) -> Values:  # fmt: skip
+        """Writes the results of a slice for some rows, all but ``without``, into their arrays on the device.
+
+        Args:
+          s, how, new: the slice, how it runs on rows, and its results.
+          wholes: the arrays, which change. A sum that is not there begins with these rows.
+          start: the first row.
+          first: whether these are the first rows of a sum that is there, where only the program knows it.
+
+        Returns:
+          The rows of host leaves, which are not stored yet.
+        """
+        stored: Values = {}
+        for v, old, dim, x in zip(s.outputs, how.buffers, how.out_dims, new, strict=True):
+            into = v if old is None else old
+            if isinstance(dim, Partial):
+                total = x if v not in wholes else dim.combine(wholes[v], x)
+                wholes[v] = total if first is None else jnp.where(first, x, total)
+            elif is_host_aval(v.aval):
+                stored[into] = x
+            elif v not in without:
+                self.write(wholes, into, self.laid_out(into, x), start)
+        return stored
+
+    def _dim(self, v: Var) -> int:
+        dim = self.dims[v]
+        assert isinstance(dim, Rows)  # a sum has no rows to write
+        return dim.dim
+
+
+def buffers_of(s: Slice, how: RowWise, names: Names) -> Buffers:
+    """The buffers of a slice: its operands', and new ones for results that overwrite none of these."""
+    into = [
+        (v, v if old is None else old, dim) for v, old, dim in zip(s.outputs, how.buffers, how.out_dims, strict=True)
+    ]
+    dims = {v: dim for _, v, dim in into} | dict(zip(s.inputs, how.dims, strict=True))
+    pins = {old: s.pins[v] for v, old, _ in into if v in s.pins} | s.pins
+    return Buffers(dims, pins, names, how.shards)
+
+
+def fresh(s: Slice, how: RowWise) -> Values:
+    """Blank arrays for the results of a slice that are new; a sum is none of them."""
+    return {
+        v: constrained(jnp.zeros(v.aval.shape, v.aval.dtype), typed_sharding(v.aval) or s.pins.get(v))
+        for v, old, dim in zip(s.outputs, how.buffers, how.out_dims, strict=True)
+        if old is None and isinstance(dim, Rows)
+    }
+
+
+def read_rows(x: jax.Array, dim: int, start: Any, n: int, shards: int, sharding: NamedSharding | None) -> jax.Array:
+    """``n`` rows from ``start`` on of each of the ``shards`` parts of axis ``dim``."""
+    x = constrained(x, sharding)
+    if shards == 1:
+        return _slice(x, start, n, dim)
+    return _merged(_slice(_by_shard(x, dim, shards, sharding), start, n, dim + 1), dim, sharding)
+
+
+def write_rows(
+    x: jax.Array, rows: jax.Array, dim: int, start: Any, shards: int, sharding: NamedSharding | None
+) -> jax.Array:
+    """``x`` with ``rows``, as ``read_rows`` gives them, in their places."""
+    x = constrained(x, sharding)
+    rows = constrained(rows, sharding)
+    if shards == 1:
+        return constrained(_update_slice(x, rows, start, dim), sharding)
+    into, rows = (_by_shard(array, dim, shards, sharding) for array in (x, rows))
+    into = _update_slice(into, rows, start, dim + 1)
+    return _merged(constrained(into, _sharding_by_shard(sharding, into.ndim - 1, dim)), dim, sharding)
+
+
+def _slice(x: jax.Array, start: Any, n: int, dim: int) -> jax.Array:
+    """``n`` rows from ``start`` on, or the first or last ``n`` where ``start`` lies outside.
+
+    XLA copies with the GPU's copy engines only where a loop's slices begin at multiples of its counter; it leaves
+    clamping to the copy. Where the start is another function of the counter, a kernel reads the host's memory.
+    """
+    sizes = [*x.shape[:dim], n, *x.shape[dim + 1 :]]
+    return jax.lax.dynamic_slice(x, _starts(x, start, dim), sizes, allow_negative_indices=False)
+
+
+def _update_slice(x: jax.Array, rows: jax.Array, start: Any, dim: int) -> jax.Array:
+    return jax.lax.dynamic_update_slice(x, rows, _starts(x, start, dim), allow_negative_indices=False)
+
+
+def _starts(x: jax.Array, start: Any, dim: int) -> list[Any]:
+    if getattr(start, "dtype", None) != np.int32:  # jnp.asarray takes as long as ten equations
+        start = jnp.asarray(start, np.int32)
+    return [start if k == dim else np.int32(0) for k in range(x.ndim)]
+
+
+def _by_shard(x: jax.Array, dim: int, shards: int, sharding: NamedSharding | None) -> jax.Array:
+    """Axis ``dim`` as two: shards, and the rows of each."""
+    shape = (*x.shape[:dim], shards, x.shape[dim] // shards, *x.shape[dim + 1 :])
+    typed = _sharding_by_shard(typed_sharding(jax.typeof(x)), x.ndim, dim)
+    return constrained(jax.lax.reshape(x, shape, out_sharding=typed), _sharding_by_shard(sharding, x.ndim, dim))
+
+
+def _merged(x: jax.Array, dim: int, sharding: NamedSharding | None) -> jax.Array:
+    shape = (*x.shape[:dim], x.shape[dim] * x.shape[dim + 1], *x.shape[dim + 2 :])
+    typed = typed_sharding(jax.typeof(x))
+    if typed is not None:
+        spec = padded(typed.spec, x.ndim)
+        typed = typed.update(spec=PartitionSpec(*spec[: dim + 1], *spec[dim + 2 :]))
+    return constrained(jax.lax.reshape(x, shape, out_sharding=typed), sharding)
+
+
+def _sharding_by_shard(sharding: NamedSharding | None, ndim: int, dim: int) -> NamedSharding | None:
+    if sharding is None:
+        return None
+    spec = padded(sharding.spec, ndim)
+    return sharding.update(spec=PartitionSpec(*spec[: dim + 1], None, *spec[dim + 1 :]))
+
+
+# ---- a slice as a loop over chunks of its leaves
+
+
+def looped(s: Slice, how: Chunked, names: Names) -> Callable[..., list[Any]]:
+    """``run(*operands)``: the slice's results, chunk by chunk."""
+    run = group_looped(s, how, names, how.where.size // how.shards)
+    return lambda *operands: run(0, operands, {})
+
+
+def group_looped(s: Slice, how: Chunked, names: Names, size: int) -> Callable[..., list[Any]]:
+    """``run(start, operands, before)``: the slice's results for ``size`` rows of each shard, from row ``start`` on.
+
+    Operands and results on the host have just these rows, and those on the device have all rows. ``before`` has what
+    earlier groups have left of the results that overwrite no operand, and is empty in the first group.
+
+    It loads and updates the first chunk; then, chunk by chunk, it stores that while the next is loaded, and updates the
+    next. No chunk is updated after the loop: XLA would merge the writing of its rows with whatever uses the whole, in a
+    buffer of its own.
+    """
+    into = [v if old is None else old for v, old in zip(s.outputs, how.buffers, strict=True)]
+    loads, rows = [v for v in s.inputs if v in s.core.loads], min(how.rows, size)
+
+    def run(start: Any, operands: Sequence[Any], before: Values) -> list[Any]:
+        given, buffers = dict(zip(s.inputs, operands, strict=True)), buffers_of(s, how, names)
+
+        def updated(wholes: Values, loaded: Values, chunk: Chunk) -> State:
+            """Update a chunk, and write the part of it that stays on the device."""
+            wholes, (at, n) = dict(wholes), chunk
+            now, row = ChainMap(wholes, given), start + at
+            xs = {
+                v: buffers.read(v, now[v], at if is_host_aval(v.aval) else row, n) for v in s.inputs if v not in loads
+            }
+            held = [v for v in xs if v in wholes]
+            xs |= zip(held, read_once([xs[v] for v in held]), strict=True)
+            new = buffers.updated(s, how, [loaded[v] if v in loaded else xs[v] for v in s.inputs], row, n)
+            return wholes, buffers.keep(s, how, new, wholes, row)
+
+        def exchanged(wholes: Values, new: Values, at: Any, then: Chunk | None) -> State:
+            """Store ``new`` from row ``at`` on, and load chunk ``then``. Each leaf is stored while the next one is
+            loaded, and the last one while the first is, which is stored by then."""
+            arrays, loaded, left = ChainMap(dict(wholes), given), Values(), dict(new)
+            first, n = then or (0, 0)
+            for k, v in enumerate(loads):
+                stored = {v: left.pop(v)} if v in left else {}
+                if stored and v in loaded:
+                    stored[v], loaded[v] = written_after(stored[v], loaded[v])
+                loaded |= buffers.exchange(arrays, stored, at, loads[k + 1 : k + 2] if then else [], first, n)
+            loaded |= buffers.exchange(arrays, left, at, loads[:1] if then else [], first, n)
+            return dict(arrays.maps[0]), loaded
+
+        full, rest = divmod(size, rows)
+        chunk = (full * rows, rest) if rest else (0, rows)
+        wholes = {v: given[v] for v in into if v in given} | fresh(s, how) | before
+        state = updated(wholes, {v: buffers.load(given, v, *chunk) for v in loads}, chunk)
+        if rest:
+            state = updated(*exchanged(*state, chunk[0], (0, rows)), (0, rows))
+        if full > 1:
+            end, keys = opaque(jnp.int32(2)) if full == 2 else full, [[*values] for values in state]
+
+            def named(values: Any) -> State:
+                wholes, new = (dict(zip(vs, xs, strict=True)) for vs, xs in zip(keys, values, strict=True))
+                return wholes, new
+
+            def advance(i: Any, values: Any) -> Any:
+                i = jnp.minimum(i, full)  # not the counter itself, which is written when every copy has read it
+                chunk = i * rows, rows
+                after = updated(*exchanged(*named(values), (i - 1) * rows, chunk), chunk)
+                return [[x[v] for v in vs] for vs, x in zip(keys, after, strict=True)]
+
+            state = named(jax.lax.fori_loop(1, end, advance, [[*values.values()] for values in state]))
+        wholes, _ = exchanged(*state, (full - 1) * rows, None)
+        return [wholes[v] for v in into]
+
+    return run
+
+
+def or_batched(looped: Any, at_once: Any) -> Any:
+    """``looped``, but ``at_once`` under ``vmap`` and differentiation: a batched slice of a host buffer is a gather."""
+    batched = custom_vmap(looped)
+
+    @batched.def_vmap
+    def _(size: int, in_batched: list[bool], *args: Any) -> Any:
+        axes = [0 if b else None for b in in_batched]
+        out = jax.vmap(at_once, in_axes=axes, axis_size=size)(*args)
+        return out, [True] * len(out)
+
+    differentiable = jax.custom_jvp(batched)
+
+    @differentiable.defjvp
+    def _(primals: Any, tangents: Any) -> Any:
+        return jax.jvp(at_once, primals, tangents)
+
+    return differentiable
+
+
+# ---- what happens to a leaf of the state, by the names that a profile and the compiled program show
+
+_PREFETCH = "jax_offload/prefetch"
+
+
+def prefetch(v: Var, names: Names) -> contextlib.AbstractContextManager[Any]:
+    """The scope in which a leaf, or rows of it, is read and moved to the device."""
+    return jax.named_scope(f"{_PREFETCH}/{names.get(v, 'state')}")
+
+
+def is_prefetch(eqn: Equation) -> bool:
+    """Whether an equation stands in such a scope."""
+    return _PREFETCH in str(eqn.source_info.name_stack)
+
+
+def write_back(v: Var, names: Names) -> contextlib.AbstractContextManager[Any]:
+    """The scope in which a leaf, or rows of it, is moved to the host and written."""
+    return jax.named_scope(f"jax_offload/write-back/{names.get(v, 'state')}")
+
+
+def update_of(leaves: Sequence[Var], names: Names) -> contextlib.AbstractContextManager[Any]:
+    """The scope of an update that needs these leaves together; it has the name of the first."""
+    return jax.named_scope(f"jax_offload/update/{names.get(leaves[0], 'state') if leaves else 'state'}")
+
 
 Env = dict[Var, Any]
 

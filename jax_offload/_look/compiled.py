@@ -23,17 +23,16 @@ from jax.experimental import topologies
 from jax.tree_util import tree_flatten_with_path
 
 from jax_offload._disk.leaves import TOKEN, OnDisk, Place, is_on_disk
-from jax_offload._emit.find import holds_driven_update, kept_on_host
+from jax_offload._emit.region import holds_driven_update, kept_on_host
 from jax_offload._host.driver import Driven
 from jax_offload._host.stages import BEFORE
-from jax_offload._look.callables import jitted, may_be_step, opened
 from jax_offload._look.chips import Chip, chip, known_as
 from jax_offload._look.hlo import Module
+from jax_offload._look.report import jitted, may_be_step, opened
 from jax_offload._program import private
 from jax_offload._program.arrays import is_traced
-from jax_offload._program.memory import HOST_KIND, in_its_memory, is_host_aval
-from jax_offload._program.shardings import sharding_of
-from jax_offload._state.around import described
+from jax_offload._program.memory import HOST_KIND, in_its_memory, is_host_aval, sharding_of
+from jax_offload._state.arguments import described
 from jax_offload._step.jit import Jitted, Step, options_for_sending
 from jax_offload._step.pipelined import Pipelined
 from jax_offload._step.rotated import names_of

@@ -21,23 +21,20 @@ from jax.tree_util import tree_map_with_path
 from jax_offload._disk.disk import Disk
 from jax_offload._emit.region import Moved, Update
 from jax_offload._look.answer import ON_A_HOST, OPERATIONS, RECOMPUTING, Plan, Row
-from jax_offload._look.callables import replaced, unwrapped
 from jax_offload._look.chips import Chip
 from jax_offload._look.chips import chip as chip_of
 from jax_offload._look.compiled import target_of
 from jax_offload._look.inspection import inspect
-from jax_offload._look.report import of_transformation
+from jax_offload._look.report import of_transformation, replaced, unwrapped
 from jax_offload._look.text import bytes_of, count_of, in_bytes, in_seconds
 from jax_offload._look.timeline import compute_time
 from jax_offload._offload import offload
 from jax_offload._program import memory
-from jax_offload._program.arrays import Offloaded, nbytes
+from jax_offload._program.arrays import Offloaded, key_of, nbytes
 from jax_offload._program.jaxprs import Var
-from jax_offload._program.paths import key_of
+from jax_offload._program.memory import names_in, sharding_of, shards_of
 from jax_offload._program.propagate import NEEDS
-from jax_offload._program.shardings import names_in, sharding_of, shards_of
-from jax_offload._state.arguments import check_inner, check_params
-from jax_offload._state.around import shardings_of
+from jax_offload._state.arguments import check_inner, check_params, shardings_of
 from jax_offload._state.state import described_state
 from jax_offload._step.jit import jit
 from jax_offload._step.pipelined import pipelined

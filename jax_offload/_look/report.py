@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import re
 import textwrap
+import types
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -15,21 +17,118 @@ import optax
 from jax.sharding import NamedSharding
 
 from jax_offload._disk.leaves import is_on_disk
-from jax_offload._emit.find import Found, updates_in
-from jax_offload._emit.region import Update
-from jax_offload._emit.rows import is_prefetch
-from jax_offload._look.callables import may_be_step, opened, unwrapped
+from jax_offload._emit.region import Found, Update, updates_in
+from jax_offload._emit.run import is_prefetch
 from jax_offload._look.text import aligned, in_mib, some, terminal_width
 from jax_offload._program import memory as _memory
 from jax_offload._program.arrays import is_traced
 from jax_offload._program.jaxprs import Equation, Literal, Var, called_by
-from jax_offload._program.shardings import shards_of
-from jax_offload._schedule.options import claimed, merged
-from jax_offload._schedule.schedule import Planned, Window
-from jax_offload._schedule.transfers import from_disk
-from jax_offload._state.around import described
+from jax_offload._program.memory import shards_of
+from jax_offload._schedule.schedule import Planned, Window, claimed, from_disk, merged
+from jax_offload._state.arguments import described
 from jax_offload._state.placement import Leaf, unmanaged
 from jax_offload._state.state import described_state
+
+# ---- any callable training step as a pure function, and as something that ``jax`` can trace and lower
+#
+# A step of ``flax.nnx.jit`` changes its arguments in place, one of ``equinox.filter_jit`` takes and returns functions
+# among its arrays, and a method, a ``functools.partial`` or a lambda calls a jitted step. All of them come down to a
+# function of arrays, which returns the step's results and the arrays that it changes.
+
+_JIT = type(jax.jit(lambda: None))
+_HINT = (
+    "jax_offload traces this step with its arguments, without running it. Pass everything that it reads or changes as "
+    "an argument, or pass the jitted function that it calls, step(*args)."
+)
+
+
+def may_be_step(x: Any) -> bool:
+    """Whether ``x`` can be called, and tells what it computes: a program that is traced or compiled tells no update."""
+    return callable(x) and not isinstance(x, jax.stages.Traced | jax.stages.Compiled)
+
+
+def opened(step: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+    """Return a step without the partials and bound methods around it, and its arguments with those that they add."""
+    kwargs = dict(kwargs)
+    while True:
+        if isinstance(step, functools.partial):
+            step, args, kwargs = step.func, (*step.args, *args), {**step.keywords, **kwargs}
+        elif isinstance(step, types.MethodType):
+            step, args = step.__func__, (step.__self__, *args)
+        else:
+            return step, args, kwargs
+
+
+def unwrapped(step: Any) -> Callable[..., Any]:
+    """Return the function under a ``jit``, to be traced without that ``jit``."""
+    if hasattr(step, "whole_step"):  # which does not keep the step alive
+        return functools.wraps(step, updated=())(lambda *args, **kwargs: step.whole_step(*args, **kwargs))
+    # jax accepts no compiler_options in a jit inside another.
+    return step.__wrapped__ if hasattr(step, "lower") and hasattr(step, "__wrapped__") else step
+
+
+def jitted(
+    step: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> tuple[Any, tuple[Any, ...], Mapping[str, Any]]:
+    """Return a step with the methods ``trace`` and ``lower``, and the arguments that these take.
+
+    A function from ``jax.jit`` or ``jax_offload.jit`` stays unchanged. Any other callable is jitted: arguments that are
+    not arrays are static, and an argument is donated if a ``jit`` inside donates all of it. The function returns the
+    step's result if that is made of arrays and no argument has changed; else a pair of lists: the arrays in the result,
+    and the arrays in the arguments that have changed in place.
+    """
+    if isinstance(step, _JIT) or hasattr(step, "whole_step"):
+        return step, args, kwargs
+    leaves, treedef = jax.tree.flatten((args, dict(kwargs)))
+
+    @functools.wraps(step, updated=())
+    def of_arrays(*args: Any, **kwargs: Any) -> Any:
+        arrays = iter(jax.tree.leaves((args, kwargs)))
+        args, kwargs = jax.tree.unflatten(treedef, [next(arrays) if is_traced(x) else x for x in leaves])
+        given = jax.tree.leaves((args, kwargs))
+        results = jax.tree.leaves(result := step(*args, **kwargs))
+        changed = [new for old, new in zip(given, jax.tree.leaves((args, kwargs)), strict=True) if new is not old]
+        if not changed and all(map(is_traced, results)):
+            return result
+        return [x for x in results if is_traced(x)], changed
+
+    args, kwargs = jax.tree.unflatten(treedef, [x if is_traced(x) else None for x in leaves])
+    try:
+        traced = jax.jit(of_arrays).trace(*args, **kwargs).jaxpr.jaxpr
+    except Exception as error:
+        error.add_note(_HINT)
+        raise
+    calls = [(eqn.invars, flags) for eqn in traced.eqns if (flags := eqn.params.get("donated_invars"))]
+    donated = {v for operands, flags in calls for v, is_donated in zip(operands, flags, strict=True) if is_donated}
+    flags = iter([v in donated for v in traced.invars])
+
+    def donates(argument: Any) -> bool:
+        own = [next(flags) for _ in jax.tree.leaves(argument)]
+        return bool(own) and all(own)
+
+    positions = [k for k, x in enumerate(args) if donates(x)]
+    names = [name for name, x in sorted(kwargs.items()) if donates(x)]
+    return jax.jit(of_arrays, donate_argnums=positions, donate_argnames=names), args, kwargs
+
+
+def replaced(args: Sequence[Any], results: Any) -> dict[int, Any]:
+    """Match a step's arguments, by their place, with the results that replace them in the next step.
+
+    An argument takes the first unused result that has its structure, shapes and dtypes.
+    """
+
+    def types_of(x: Any) -> Any:
+        leaves, treedef = jax.tree.flatten(x)
+        return treedef, [(getattr(leaf, "shape", None), getattr(leaf, "dtype", type(leaf))) for leaf in leaves]
+
+    left = [results, *(results if isinstance(results, tuple | list) else ())]
+    found: dict[int, Any] = {}
+    for k, argument in enumerate(args):
+        same = next((i for i, x in enumerate(left) if jax.tree.leaves(x) and types_of(x) == types_of(argument)), None)
+        if same is not None:
+            found[k] = left.pop(same)
+    return found
+
 
 ARGUMENT = "argument"  # why a row of a step's table is there
 _HEADER = ("MiB", "leaves", "shape", "dtype", "sharding", "state leaf")

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from typing import Any, Generic, TypeVar
 
 from jax_offload._program.jaxprs import Atom, Equation, Inner, Jaxpr, Literal, Var, inner_of, variables
-from jax_offload._program.own_primitives import is_composite
+from jax_offload._program.primitives import is_composite
 
 T = TypeVar("T")
 Mask = int  # a set of small numbers, as the bits of an int

@@ -40,8 +40,8 @@ from jax_offload._program.jaxprs import (
     run_equation,
     values_of,
 )
+from jax_offload._program.memory import shards_of, typed_sharding, types_of_axes
 from jax_offload._program.primitives import ELEMENTWISE, REDUCE
-from jax_offload._program.shardings import shards_of, typed_sharding, types_of_axes
 
 
 @dataclasses.dataclass(frozen=True)

@@ -33,12 +33,11 @@ from jax_offload._program.jaxprs import (
     nameless,
     variables,
 )
-from jax_offload._program.memory import is_host_aval
+from jax_offload._program.memory import Shards, is_host_aval
 from jax_offload._program.primitives import ELEMENTWISE, REDUCE, can_be_cut
 from jax_offload._program.private import without_dead_code
 from jax_offload._program.program import Builder, Program
 from jax_offload._program.propagate import LATEST, Mask, add_needs, backward, bits, forward, groups, union
-from jax_offload._program.shardings import Shards
 
 # ---- dependence
 

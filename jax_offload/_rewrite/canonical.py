@@ -21,10 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jax_offload._emit.find import holds_update, is_update
-from jax_offload._emit.region import Update, bound
-from jax_offload._program.barriers import equation_of_together
-from jax_offload._program.branches import choice
+from jax_offload._emit.region import Update, bound, is_update
 from jax_offload._program.jaxprs import (
     REFERENCES,
     Atom,
@@ -33,7 +30,6 @@ from jax_offload._program.jaxprs import (
     Literal,
     Scan,
     Var,
-    branches_of,
     effects_of,
     holds,
     jax_fun,
@@ -44,9 +40,17 @@ from jax_offload._program.jaxprs import (
     values_of,
     variables,
 )
-from jax_offload._program.memory import is_host_aval, on_device_aval, to_device, to_host
-from jax_offload._program.own_primitives import MARK
-from jax_offload._program.primitives import CHECKPOINT, ELEMENTWISE, PLACED, SHAPES, is_cheap, is_loop
+from jax_offload._program.memory import is_host_aval, names_in, on_device_aval, to_device, to_host, typed_sharding
+from jax_offload._program.primitives import (
+    CHECKPOINT,
+    ELEMENTWISE,
+    MARK,
+    PLACED,
+    SHAPES,
+    equation_of_together,
+    is_cheap,
+    is_loop,
+)
 from jax_offload._program.private import without_dead_code, without_references
 from jax_offload._program.program import (
     Builder,
@@ -57,12 +61,10 @@ from jax_offload._program.program import (
     is_store,
     rebuilt,
     replaced,
-    without_round_trips,
 )
 from jax_offload._program.propagate import made_of, needed_for
-from jax_offload._program.shardings import names_in, typed_sharding
 from jax_offload._program.slices import Slice, slice_of
-from jax_offload._rewrite.inlined import consisting_of, equation_of, joined, localised, with_program
+from jax_offload._rewrite.inlined import always_updating, with_program
 
 _MOST_UNROLLED = 256
 
@@ -274,56 +276,6 @@ def _retraced(update: Update, given: Sequence[Any]) -> Update:
     names = dict(zip(update.operands, new.inputs[len(new.consts) :], strict=True))
     names |= {v: x for v, x in zip(old.outputs, new.outputs, strict=True) if isinstance(v, Var)}
     return dataclasses.replace(with_program(update, new, names), manual=True, take_turns=False)
-
-
-# Updates in branches -----------------------------------------------------------------------------------------------
-
-
-def always_updating(program: Program) -> Program:
-    """Move updates out of branches that hold nothing costly beside them.
-
-    An update that continues from another update's state stays in its branch.
-    """
-    if not any(eqn.primitive.name == "cond" and holds_update(eqn) for eqn in program.eqns):
-        return program
-    inputs = {*program.inputs}
-
-    def rule(new: Builder, eqn: Equation, operands: list[Atom]) -> Sequence[Atom] | None:
-        follows = any(is_host_aval(v.aval) and v not in inputs for v in variables(operands))
-        return None if follows else _unbranched(new, eqn, operands)
-
-    return rebuilt(program, rule)
-
-
-def _unbranched(new: Builder, eqn: Equation, operands: list[Atom]) -> Sequence[Atom] | None:
-    """Run all branches of a ``cond`` that holds updates as one update; ``None`` for any other equation."""
-    if eqn.primitive.name != "cond" or eqn.effects or not holds_update(eqn):
-        return None
-    branches = [rebuilt(flat(branch), _unbranched) for branch in branches_of(eqn)]
-    if not all(is_update(each) or is_cheap(each) for branch in branches for each in branch.eqns):
-        return None
-    which, *given = operands
-    all_eqns, updates, results, like = Builder(), list[Update](), list[list[Atom]](), eqn
-    for branch in branches:
-        inside = all_eqns.inside(branch, given)
-        for each in branch.eqns:
-            inside.copy(each)
-            if is_update(each):
-                updates.append(localised(like := all_eqns.eqns.pop()))
-                all_eqns.eqns += updates[-1].program.eqns
-        results.append(inside.read(branch.outputs))
-    outputs = [choice(all_eqns, which, xs) for xs in zip(*results, strict=True)]
-    own = without_round_trips(Program([], outputs, all_eqns.eqns, [], branches[0].debug_info))
-    update = joined(updates)
-    olds, names, defined = update.next_values, update.names, {v for each in own.eqns for v in each.outvars}
-    chosen = [(v, x) for v, *xs in zip(own.outputs, *results, strict=True) if v in defined for x in variables(xs)]
-    update = dataclasses.replace(
-        consisting_of(update, own.eqns, {*variables(own.outputs)}),
-        next_values={**olds, **{v: olds[x] for v, x in chosen if x in olds}},
-        names={**names, **{v: names[x] for v, x in chosen if x in names}},
-    )
-    new.eqns.append(equation_of(update, like))
-    return own.outputs
 
 
 # Layers by their numbers -------------------------------------------------------------------------------------------

@@ -3,21 +3,47 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence, Set
-from typing import TypeVar
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from types import MappingProxyType
+from typing import Any, TypeVar
 
-from jax_offload._emit.find import holds_update, is_update
-from jax_offload._emit.region import Update
+import jax
+
+from jax_offload._emit.region import Update, holds_update, is_update
 from jax_offload._program.arrays import nbytes
-from jax_offload._program.donation import unguarded
-from jax_offload._program.jaxprs import Atom, DropVar, Equation, Literal, Var, inner_of, scan_of, variables
-from jax_offload._program.memory import is_host_aval
-from jax_offload._program.primitives import CHECKPOINT, ELEMENTWISE
-from jax_offload._program.program import Builder, Program, decomposed, flat, is_load, is_store, kept_apart
+from jax_offload._program.jaxprs import (
+    Atom,
+    ClosedJaxpr,
+    DropVar,
+    Equation,
+    Literal,
+    Var,
+    branches_of,
+    inner_of,
+    jaxpr_of,
+    scan_of,
+    variables,
+)
+from jax_offload._program.memory import is_host_aval, to_host
+from jax_offload._program.primitives import CHECKPOINT, ELEMENTWISE, is_cheap
+from jax_offload._program.program import (
+    Builder,
+    Program,
+    choice,
+    decomposed,
+    flat,
+    is_load,
+    is_store,
+    kept_apart,
+    rebuilt,
+    unguarded,
+    without_round_trips,
+)
 from jax_offload._program.propagate import Facts, Mask, needed_for, union
 from jax_offload._schedule.after import FLOPS_PER_BYTE
 from jax_offload._schedule.gates import is_heavy_equation
-from jax_offload._schedule.transfers import same_type
+from jax_offload._schedule.schedule import same_type
+from jax_offload._state.arguments import is_state, load, loading
 
 T = TypeVar("T")
 
@@ -329,3 +355,155 @@ def _of_rows(eqn: Equation, masks: Sequence[Mask]) -> Sequence[Mask] | None:
 
 
 _CARRIED_ON = Facts[Mask](0, union, rule=_of_rows, choice_counts=False)
+
+
+# ---- updates in branches
+
+
+def always_updating(program: Program) -> Program:
+    """Move updates out of branches that hold nothing costly beside them.
+
+    An update that continues from another update's state stays in its branch.
+    """
+    if not any(eqn.primitive.name == "cond" and holds_update(eqn) for eqn in program.eqns):
+        return program
+    inputs = {*program.inputs}
+
+    def rule(new: Builder, eqn: Equation, operands: list[Atom]) -> Sequence[Atom] | None:
+        follows = any(is_host_aval(v.aval) and v not in inputs for v in variables(operands))
+        return None if follows else _unbranched(new, eqn, operands)
+
+    return rebuilt(program, rule)
+
+
+def _unbranched(new: Builder, eqn: Equation, operands: list[Atom]) -> Sequence[Atom] | None:
+    """Run all branches of a ``cond`` that holds updates as one update; ``None`` for any other equation."""
+    if eqn.primitive.name != "cond" or eqn.effects or not holds_update(eqn):
+        return None
+    branches = [rebuilt(flat(branch), _unbranched) for branch in branches_of(eqn)]
+    if not all(is_update(each) or is_cheap(each) for branch in branches for each in branch.eqns):
+        return None
+    which, *given = operands
+    all_eqns, updates, results, like = Builder(), list[Update](), list[list[Atom]](), eqn
+    for branch in branches:
+        inside = all_eqns.inside(branch, given)
+        for each in branch.eqns:
+            inside.copy(each)
+            if is_update(each):
+                updates.append(localised(like := all_eqns.eqns.pop()))
+                all_eqns.eqns += updates[-1].program.eqns
+        results.append(inside.read(branch.outputs))
+    outputs = [choice(all_eqns, which, xs) for xs in zip(*results, strict=True)]
+    own = without_round_trips(Program([], outputs, all_eqns.eqns, [], branches[0].debug_info))
+    update = joined(updates)
+    olds, names, defined = update.next_values, update.names, {v for each in own.eqns for v in each.outvars}
+    chosen = [(v, x) for v, *xs in zip(own.outputs, *results, strict=True) if v in defined for x in variables(xs)]
+    update = dataclasses.replace(
+        consisting_of(update, own.eqns, {*variables(own.outputs)}),
+        next_values={**olds, **{v: olds[x] for v, x in chosen if x in olds}},
+        names={**names, **{v: names[x] for v, x in chosen if x in names}},
+    )
+    new.eqns.append(equation_of(update, like))
+    return own.outputs
+
+
+# ---- a step whose model computes with parameters in host memory
+#
+# jax refuses arithmetic between memories. If the model does not load such parameters itself, the step is traced with
+# a load of each parameter at its start, and stores the new parameters in host memory at its end. As written, it would
+# load whole parameters. A plan then loads them by rows, where a scan reads them.
+
+
+def traced_step(
+    fun: Callable[..., Any], *args: Any, static: Sequence[int] = (), named: Mapping[str, Any] = MappingProxyType({})
+) -> tuple[ClosedJaxpr, Any]:
+    """Trace a step: its jaxpr, and the structure of its result.
+
+    Args:
+      fun: the step.
+      args: its arguments, traced or abstract.
+      static: the numbers of the arguments that are no operands.
+      named: keyword arguments.
+    """
+    try:
+        return jaxpr_of(fun, *args, static=static, named=named)
+    except ValueError as error:
+        given = [x for k, x in enumerate(args) if k not in static], named
+        if "memory_space" not in str(error) or not any(map(_may_load, jax.tree.leaves(given))):
+            raise
+    return _with_loads(fun, args, static, named)
+
+
+def _may_load(x: Any) -> bool:
+    return is_host_aval(jax.typeof(x)) if hasattr(x, "dtype") else False
+
+
+def _with_loads(
+    fun: Callable[..., Any],
+    args: Sequence[Any],
+    static: Sequence[int],
+    named: Mapping[str, Any],
+    kept: Set[int] = frozenset(),
+) -> tuple[ClosedJaxpr, Any]:
+    """Trace a step with all of its host arguments but states of optimizers loaded at its start.
+
+    A state without optax's types, such as a dict, is known by the update that takes it: where the trace fails, the
+    step is traced once more with these leaves ``kept`` in host memory, by their numbers.
+    """
+    numbers, states = dict[int, int](), list[Any]()
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        numbers.clear()
+
+        def of_leaf(x: Any) -> Any:
+            number = numbers.setdefault(id(x), len(numbers))
+            return x if number in kept or is_state(x) else load(x)
+
+        def loaded(x: Any) -> Any:
+            return jax.tree.map(of_leaf, x, is_leaf=is_state)
+
+        with loading(states):
+            return fun(*(x if k in static else loaded(x) for k, x in enumerate(args)), **loaded(kwargs))
+
+    try:
+        closed, result = jaxpr_of(run, *args, static=static, named=named)
+    except TypeError:
+        of_states = {numbers[id(x)] for x in states}
+        if of_states <= kept:
+            raise
+        return _with_loads(fun, args, static, named, kept | of_states)
+    results = jax.tree.unflatten(result, closed.jaxpr.outvars)
+    states = [is_state(x) for x in jax.tree.leaves(results, is_leaf=is_state) for _ in jax.tree.leaves(x)]
+    return _returned_to_host(closed, states), result
+
+
+def _returned_to_host(closed: ClosedJaxpr, states: Sequence[bool]) -> ClosedJaxpr:
+    """Let a step return to host memory the next value of each argument that it loads.
+
+    Among the results of the argument's type that elementwise arithmetic makes of it, that is one made by an update if
+    there is one, of the fewest other arguments, and first: the new parameters rather than an average or a copy of them.
+    ``states`` says which results belong to an optimizer's state, which knows its own memory.
+    """
+    program = flat(closed)
+    loads = {eqn.outvars[0]: eqn.invars[0] for eqn in program.eqns if is_load(eqn)}
+    bits = {x: UPDATED << (k + 1) for k, x in enumerate(program.inputs)}
+    made_of = zip(program.outputs, origins_of(program, bits), states, strict=True)
+    masks = {v: m for v, m, of_state in made_of if isinstance(v, Var) and not of_state}
+    made = {v: k for k, eqn in enumerate(program.eqns) for v in eqn.outvars}
+    new, outputs = Builder([*program.eqns]), dict[Atom, Atom]()
+    left = dict.fromkeys(x for x in loads.values() if x in bits)
+    for v in sorted(masks, key=lambda v: (not masks[v] & UPDATED, masks[v].bit_count(), made.get(v, -1))):
+        if (same := loads.get(v)) in bits:
+            outputs[v] = same
+            left.pop(same, None)
+        elif not is_host_aval(v.aval):
+            old = next((x for x in left if masks[v] & bits[x] and _type(x) == _type(v)), None)
+            if old is not None:
+                del left[old]
+                outputs[v] = same or new.run(to_host, v)[0]
+    results = [v if isinstance(v, Literal) else outputs.get(v, v) for v in program.outputs]
+    return dataclasses.replace(program, eqns=new.eqns, outputs=results).closed
+
+
+def _type(v: Var) -> tuple[Any, ...]:
+    return v.aval.shape, v.aval.dtype

@@ -23,8 +23,7 @@ from jax_offload._program.propagate import NEEDS, Mask, forward, groups, made_of
 from jax_offload._program.rules import Dependent, Partial, Rows, Where, chunked_dims, rows_like, rule_of
 from jax_offload._program.slices import Slice, consecutive, slice_of
 from jax_offload._schedule.in_scan import CannotHoist, InScan, Nest
-from jax_offload._schedule.schedule import InIterations, Planned, RowWise, Window
-from jax_offload._schedule.transfers import same_type
+from jax_offload._schedule.schedule import InIterations, Planned, RowWise, Window, same_type
 
 PIPELINED = "; jax_offload.pipelined hides it"
 NEEDS_ALL = f"something that needs all gradients, such as their norm, comes before their update{PIPELINED}"

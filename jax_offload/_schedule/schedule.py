@@ -1,15 +1,125 @@
-"""The plan of an update, as a value: what to load, when, how, and through which window. Deciding makes it
-(``decide``), emitting follows it (``_emit``), and ``placement`` prints it."""
+"""The options and the plan of an update, as values: what to load, when, how, and through which window.
+
+Deciding makes the plan (``decide``), emitting follows it (``_emit``), and ``placement`` prints it.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence, Set
+from typing import Any, TypeGuard
 
-from jax_offload._program.jaxprs import Var
-from jax_offload._program.rules import Dim, Where
+from jax.sharding import NamedSharding, Sharding
+
+from jax_offload._program.arrays import leaves_with_paths, matches, names_of, nbytes
+from jax_offload._program.jaxprs import Aval, Var
+from jax_offload._program.memory import Layouts, Shardings, is_host_aval, same_sharding, typed_sharding
+from jax_offload._program.primitives import Home
+from jax_offload._program.rules import Dependent, Dim, Partial, Rows, Where, chunked_dims, rows_like
 from jax_offload._program.slices import Slice
+
+# ---- the options of an ``offload`` about streaming, and the order of the leaves
+
+Order = Sequence[str] | None  # the rules of ``offload``
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """The options of an ``offload``, and the facts that it has seen, about streaming.
+
+    Attributes:
+      window, order: its arguments.
+      shardings: the known shardings of parameters, by path.
+      partitions: the gradients' shardings, by the parameters' paths, where the state is divided further (ZeRO-1).
+      on_cores: the numbers of the state's leaves that are updated where they are, by the host's cores.
+      on_disk: the numbers of the leaves that are read from disk for the update.
+      remembered: the paths of the parameters whose sharding is known from an earlier ``init`` alone.
+      unknown: the paths of the parameters that may be divided between devices in an unknown way.
+      home: the facts about the state's memory.
+    """
+
+    window: int | None = None
+    order: tuple[str, ...] | None = None
+    shardings: Shardings = dataclasses.field(default_factory=dict[str, Sharding])
+    partitions: Layouts = dataclasses.field(default_factory=dict[str, NamedSharding])
+    on_cores: frozenset[int] = frozenset()
+    on_disk: frozenset[int] = frozenset()
+    remembered: frozenset[str] = frozenset()
+    unknown: frozenset[str] = frozenset()
+    home: Home | None = dataclasses.field(default=None, compare=False, repr=False)
+
+    @property
+    def replicated(self) -> Shardings:
+        """The shardings that parameters have themselves where their state is divided further."""
+        return {path: self.shardings[path] for path in self.partitions}
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Claim:
+    """An ``offload`` in a recipe, and the inputs of the recipe's program that are leaves of its state.
+
+    ``on_cores``: the leaves that the host's cores update; ``on_disk``: the leaves on disk.
+    """
+
+    options: Options
+    leaves: frozenset[Var]
+    on_cores: frozenset[Var] = frozenset()
+    on_disk: frozenset[Var] = frozenset()
+
+
+def merged(options: Sequence[Options]) -> Options:
+    """All that any of several offloads knows about the parameters."""
+    return Options(
+        shardings={path: s for each in options for path, s in each.shardings.items()},
+        partitions={path: s for each in options for path, s in each.partitions.items()},
+        remembered=frozenset[str]().union(*(each.remembered for each in options)),
+        unknown=frozenset[str]().union(*(each.unknown for each in options)),
+    )
+
+
+def claimed(claims: Sequence[Claim]) -> Mapping[Var, Claim]:
+    """Map each leaf to the claim that decides: the last of several, as an ``offload`` follows the wrapper around it."""
+    return {v: each for each in claims for v in each.leaves}
+
+
+def apart(claims: Sequence[Claim], inputs: Sequence[Var]) -> list[Claim]:
+    """The same with each host leaf claimed once; last, leaves that a wrapper has changed and that nobody claims."""
+    of, hosts = claimed(claims), frozenset(v for v in inputs if is_host_aval(v.aval))
+    found = [
+        Claim(each.options, frozenset(v for v in hosts if of.get(v) is each), each.on_cores & hosts, each.on_disk)
+        for each in claims
+    ]
+    windows = [each.options.window for each in claims if each.options.window]
+    return [*found, Claim(Options(window=max(windows, default=None)), hosts - of.keys())]
+
+
+def backward_ranks(params: Any, rules: Order = None, produced: Sequence[int] | None = None) -> list[int]:
+    """Return the place of every parameter in the backward pass: by the rules, else by the trace, else guessed.
+
+    The guess is the natural order of the paths, reversed. ``layers_10`` comes before ``layers_2``: the last layer's
+    gradient appears first.
+
+    Args:
+      params: arrays or abstract values.
+      rules: the ``order`` of an ``offload``.
+      produced: for every parameter the time at which its gradient was made, if the trace tells it.
+    """
+    names = names_of([path for path, _ in leaves_with_paths(params)])
+    by_rule = matches("order", rules or (), names) if names else []
+
+    def natural(name: str) -> list[tuple[int, int, str]]:
+        return [(0, int(t), "") if t.isdigit() else (1, 0, t) for t in re.split(r"(\d+)", name)]
+
+    order = sorted(range(len(names)), key=lambda i: natural(names[i]), reverse=True)
+    times = produced if produced and len(produced) == len(names) and not rules else [0] * len(names)
+    order.sort(key=lambda i: (by_rule[i], times[i]))
+    ranks = [0] * len(names)
+    for rank, i in enumerate(order):
+        ranks[i] = rank
+    return ranks
+
 
 SUBLANES = 8  # rows of a tile in a TPU's memory, of whatever dtype
 
@@ -186,3 +296,156 @@ class Schedule:
         """How the gradients that the prelude uses take turns, in words; empty where they do not."""
         waiting = sum(isinstance(part, Gate) for part in self.first)
         return f"uses gradients in turn, {waiting} of them once the one before has been" if waiting else ""
+
+
+# ---- whether a slice streams in chunks, along which axis and of how many rows, and in which groups from disk
+#
+# A leaf on disk is divided when its files are made, before there is a plan: into as many rows as make a group,
+# whatever the optimizer. A slice whose rows stay apart is then read, updated and written group by group; any other
+# takes all rows.
+
+# Bytes of one parameter's leaves that are a part, at least, and less than twice that: a group (see `_host/stages`).
+PART_BYTES = 2**26
+
+
+def transfer_of(s: Slice, reuse: Mapping[Var, Var], window: int) -> Transfer:
+    """Decide that a slice goes in chunks, with at most ``window`` bytes of host leaves in flight, or whole, and why.
+
+    A chunk of a sharded axis is the same rows of every shard, so no device needs another's rows.
+
+    Args:
+      s: the slice.
+      reuse: result -> operand of the same type whose buffer it may take, because it is that operand's next value.
+      window: bytes on one device.
+    """
+    if not all(v in reuse for v in s.stores):
+        return Whole("it makes a leaf that was not in the state before")
+    if not all(is_host_aval(reuse[v].aval) for v in s.stores):
+        return Whole("it moves to the host in this step")  # no host buffer yet to write its rows into
+    old_of = buffers(s, reuse)
+    if any(old is None and is_host_aval(v.aval) for v, old in zip(s.outputs, old_of, strict=True)):
+        return Whole("its next value is of another type or sharding, or not its own")
+    inner, why = s.core, "it is smaller than a tile"
+    lead = max((v.aval for v in s.loads), key=nbytes)
+    for axis in range(max(1, lead.ndim - 1)):
+        size = lead.shape[axis]
+        dims = [rows_like(v.aval, lead.shape, axis) for v in s.inputs]
+        parts = [s.shards[v][d.dim] for v, d in zip(s.inputs, dims, strict=True) if d is not None and v in s.shards]
+        shards = max(parts, default=1)
+        if size % shards or any(shards % n for n in parts):
+            why = f"the shards of axis {axis} do not match"
+            continue
+        rows = _rows(s, lead.ndim - 1 - axis, size // shards, window)
+        if rows == size // shards:
+            continue  # a tile that is larger than the window
+        if any(d is None for v, d in zip(s.inputs, dims, strict=True) if is_host_aval(v.aval)):
+            why = "leaves of different shapes depend on each other"
+            continue
+        try:
+            out_dims = chunked_dims(inner.jaxpr, dims, Where(size, lead.shape, axis, shards))
+        except Dependent as dependent:
+            why = str(dependent)
+            continue
+        written = [d for v, d in zip(s.outputs, out_dims, strict=True) if _writable(d, v in s.stores)]
+        if len(written) < len(out_dims):
+            why = "a result has no such axis"
+            continue
+        old_of = [None if isinstance(d, Partial) else old for old, d in zip(old_of, written, strict=True)]
+        return Chunked(lead.shape, axis, tuple(dims), tuple(written), tuple(old_of), shards, rows)
+    return Whole(why)
+
+
+def _writable(dim: Dim, on_host: bool) -> TypeGuard[Rows | Partial]:
+    """Whether a result can be put together from the chunks' results."""
+    return dim == Rows(dim.dim) if isinstance(dim, Rows) else dim is not None and not on_host
+
+
+def _rows(s: Slice, minor_dims: int, size: int, window: int) -> int:
+    """The number of rows in a chunk: two fit the window, all are about equal, and each ends where a tile ends."""
+    tile, pins = tile_of(minor_dims), s.pins
+    total = max(s.decoded_bytes, sum(nbytes(v.aval) for v in s.outputs if v in pins))
+    fitting = max(1, window // 2 * size // total)
+    chunks = math.ceil(size / fitting)
+    rows = math.ceil(size / chunks)
+    return min(size, max(1, rows // tile) * tile)
+
+
+def tile_of(minor_dims: int) -> int:
+    """The number of rows that make a tile of the accelerator: a TPU tiles an array's last two dimensions."""
+    return {0: 1024, 1: 32}.get(minor_dims, 1)
+
+
+def buffers(s: Slice, reuse: Mapping[Var, Var]) -> list[Var | None]:
+    """The operand whose buffer each result overwrites, row by row as the rows are used; ``None``: a new buffer."""
+    taken: set[Var] = set()
+    found: list[Var | None] = []
+    for v in s.outputs:
+        old = reuse.get(v)
+        if old is None or old not in s.inputs or old in taken or not same_type(old.aval, v.aval):
+            found.append(None)
+            continue
+        found.append(old)
+        taken.add(old)
+    return found
+
+
+def same_type(a: Aval, b: Aval) -> bool:
+    """Whether a result of one type can take the buffer of an operand of the other."""
+    if (a.shape, a.dtype, is_host_aval(a)) != (b.shape, b.dtype, is_host_aval(b)):
+        return False
+    ours, theirs = typed_sharding(a), typed_sharding(b)
+    return ours is theirs if ours is None or theirs is None else same_sharding(ours, theirs)
+
+
+# ---- groups of rows from disk
+
+
+def rows_in_part(row_bytes: int, ndim: int, size: int) -> int:
+    """The number of rows in a part of leaves with ``size`` rows of ``row_bytes`` bytes together; 0: all of them.
+
+    A power of two, so that parts of leaves with longer rows end where those with shorter ones do.
+    """
+    rows = tile_of(ndim - 1)
+    while rows * row_bytes < PART_BYTES and rows < size:
+        rows *= 2
+    return rows if rows < size else 0
+
+
+def from_disk(p: Planned, reuse: Mapping[Var, Var], there: Set[Var]) -> str:
+    """How a slice comes from files that are made for it, in words; for the arguments see ``in_parts``."""
+    loads, said = p.slice.loads, str(p.transfer)
+    size = loads[0].aval.shape[0] if loads else 1
+    if any(v.aval.shape[:1] != (size,) for v in loads):
+        why = "leaves of different shapes depend on each other"
+    else:
+        ndim = max((v.aval.ndim for v in loads), default=1)
+        rows = rows_in_part(sum(nbytes(v.aval) // size for v in loads), ndim, size)
+        how = in_parts(p, reuse, there) if rows else Whole()
+        if isinstance(how, Chunked):
+            rows = max(1, rows // how.shards) * how.shards
+            return f"from disk in {math.ceil(size / rows)} parts of {min(rows, size)} rows"
+        why = how.reason
+    if not why:
+        return said
+    return f"{said}, from disk as a whole{' too' if said.endswith(why) else f': {why}'}"
+
+
+def in_parts(p: Planned, reuse: Mapping[Var, Var], there: Set[Var]) -> Chunked | Whole:
+    """How a slice would run on some rows of its leaves, which are all on disk; or why it takes them whole.
+
+    Args:
+      p: the slice.
+      reuse: result -> the operand whose next value it is.
+      there: operands that are on disk.
+    """
+    s = p.slice
+    if s.jaxpr.effects:
+        return Whole("it has an effect")
+    if any(v not in there for v in [*s.loads, *(reuse[v] for v in s.stores if v in reuse)]):
+        return Whole("not all of its leaves are on disk")
+    how = transfer_of(s, reuse, 1)
+    if not isinstance(how, Chunked):
+        return how if isinstance(how, Whole) else Whole()
+    if how.axis or any(d != Rows(0) for v, d in zip(s.outputs, how.out_dims, strict=True) if v in s.stores):
+        return Whole("rows of its first axis depend on each other")
+    return dataclasses.replace(how, rows=_rows(s, len(how.shape) - 1, how.shape[0] // how.shards, p.window.nbytes))

@@ -11,7 +11,7 @@ from jax import lax
 
 from jax_offload._program.arrays import Offloaded
 from jax_offload._program.memory import loaded, on_host
-from jax_offload._program.own_primitives import mark, mark_of
+from jax_offload._program.primitives import mark, mark_of
 from jax_offload._state.arguments import check_gradients, check_inner, check_on_device, check_state, shapes_of
 
 LANDING = "brings a parameter to its master"  # marks such an update in the trace

@@ -20,12 +20,20 @@ from jax.tree_util import keystr
 
 from jax_offload._disk.disk import Disk
 from jax_offload._disk.leaves import Place
-from jax_offload._program.arrays import check_integer, is_array, is_like, nbytes, types_of
+from jax_offload._program.arrays import (
+    check_integer,
+    is_array,
+    is_like,
+    leaves_with_paths,
+    matches,
+    names_of,
+    nbytes,
+    owners,
+    types_of,
+)
 from jax_offload._program.memory import DEFAULT_MIN_BYTES
-from jax_offload._program.own_primitives import mark
-from jax_offload._program.paths import leaves_with_paths, matches, names_of, owners
-from jax_offload._schedule.options import Order, backward_ranks
-from jax_offload._schedule.transfers import rows_in_part
+from jax_offload._program.primitives import mark
+from jax_offload._schedule.schedule import Order, backward_ranks, rows_in_part
 
 Select = Any  # None | bool prefix tree | Callable[[str, ShapeDtypeStruct], bool] | str | Sequence[str]
 Governing = tuple[int, Any] | None  # the subtree or rule that governs a parameter, and its value

@@ -31,11 +31,9 @@ from jax.sharding import PartitionSpec
 from jax.tree_util import keystr
 
 from jax_offload._program import memory
-from jax_offload._program.arrays import check_integer, nbytes, types_of
-from jax_offload._program.barriers import opaque
-from jax_offload._program.own_primitives import composite
-from jax_offload._program.paths import KeyPath, first_matches, leaves_with_paths
-from jax_offload._program.shardings import constrained, padded, shards_of, typed_sharding
+from jax_offload._program.arrays import KeyPath, check_integer, first_matches, leaves_with_paths, nbytes, types_of
+from jax_offload._program.memory import constrained, padded, shards_of, typed_sharding
+from jax_offload._program.primitives import composite, opaque
 from jax_offload._state.masters import MasterState
 from jax_offload._state.placement import stays
 

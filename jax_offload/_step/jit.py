@@ -18,14 +18,14 @@ from jax.sharding import Sharding
 from jax.tree_util import keystr
 
 from jax_offload._disk.leaves import Token, is_on_disk
-from jax_offload._emit.find import in_one_scan
+from jax_offload._emit.region import in_one_scan
 from jax_offload._host.driver import Driven, places_of
-from jax_offload._program.donation import guarded
 from jax_offload._program.jaxprs import ClosedJaxpr, Jaxpr, jax_fun, variables
 from jax_offload._program.jaxprs import jit as jit_of_jax
 from jax_offload._program.memory import copy_on_host, is_host_aval, mesh_is_set, on_host
+from jax_offload._program.primitives import guarded
 from jax_offload._program.private import traces
-from jax_offload._rewrite.loaded import traced_step
+from jax_offload._rewrite.inlined import traced_step
 from jax_offload._rewrite.rewritten import is_driven, rewritten
 
 

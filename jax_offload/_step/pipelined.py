@@ -20,7 +20,7 @@ from jax.core import Tracer
 
 from jax_offload._program.jaxprs import jax_fun
 from jax_offload._program.jaxprs import jit as jit_of_jax
-from jax_offload._rewrite.loaded import traced_step
+from jax_offload._rewrite.inlined import traced_step
 from jax_offload._step.jit import Jitted
 from jax_offload._step.rotated import Aux, Carry, Rotated, Types, array_of
 

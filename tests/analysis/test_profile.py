@@ -8,7 +8,7 @@ import pytest
 from jax.profiler import ProfileData
 
 import jax_offload as jo
-from jax_offload._look.profiled import measured, segments_of
+from jax_offload._look.inspection import measured, segments_of
 
 
 def trace_of(plane, **lines):

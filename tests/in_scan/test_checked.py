@@ -8,11 +8,10 @@ import dataclasses
 import pytest
 
 import jax_offload as jo
-from jax_offload._emit.find import is_update
-from jax_offload._emit.region import Update
+from jax_offload._emit.region import Update, is_update
 from jax_offload._host import driver as driven
 from jax_offload._rewrite import rewritten
-from jax_offload._step import pending
+from jax_offload._step import rotated
 from tests.support.steps import ADAMW, assert_as_plain, offloaded, step_of
 
 pytestmark = pytest.mark.filterwarnings("always:jax_offload")
@@ -90,8 +89,8 @@ def with_another_memory(program, found):
     [(with_an_early_load, "a part reads .*, and none before"), (with_another_memory, "an update has .* in place of")],
 )
 def test_gradients_that_cannot_wait_on_the_host_wait_on_the_device(broken, why, monkeypatch):
-    of_update = pending._of_update
-    monkeypatch.setattr(pending, "_of_update", lambda program, *args: broken(program, of_update(program, *args)))
+    of_update = rotated._of_update
+    monkeypatch.setattr(rotated, "_of_update", lambda program, *args: broken(program, of_update(program, *args)))
     with pytest.warns(
         UserWarning, match=f"gradients wait on the device, as its rewriting failed .CannotRewrite: {why}"
     ):

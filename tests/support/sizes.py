@@ -1,7 +1,7 @@
 """How much a driven step moves at once, made small for tests. Users have no option for it, so it is set from inside."""
 
 from jax_offload._host import stages
-from jax_offload._schedule import transfers
+from jax_offload._schedule import schedule
 
 
 def set_sizes(set_=setattr, *, group=None, part=None):
@@ -9,4 +9,4 @@ def set_sizes(set_=setattr, *, group=None, part=None):
     if group is not None:
         set_(stages, "GROUP_BYTES", group)
     if part is not None:
-        set_(transfers, "PART_BYTES", part)
+        set_(schedule, "PART_BYTES", part)
