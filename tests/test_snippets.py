@@ -5,8 +5,11 @@ The README needs nothing but itself. The other pages speak of a model that the r
 
 from __future__ import annotations
 
+import os
 import pickle
 import re
+import subprocess
+import sys
 from collections.abc import Iterable
 from itertools import takewhile
 from pathlib import Path
@@ -19,6 +22,7 @@ import optax
 import orbax.checkpoint as ocp
 import pytest
 from flax import nnx
+from flax.training.train_state import TrainState
 from jax.experimental.array_serialization import serialization
 
 import jax_offload as jo
@@ -117,12 +121,42 @@ def test_the_documentation_is_short():
     assert len((ROOT / "CHANGELOG.md").read_text().splitlines()) <= 120
 
 
-def test_the_readme(capsys):
-    found = run("README.md", {})
-    assert found["state"][1][0].mu["layers"].sharding.memory_kind == "pinned_host"
-    assert int(found["state"][1][0].count) == 5
-    answer = re.search(r"(?<=# )Pipelined fits.*?over\.", (ROOT / "README.md").read_text(), re.DOTALL)
-    assert answer and answer[0].replace("\n# ", " ") in " ".join(capsys.readouterr().out.split())
+def shown(page: str) -> list[str]:
+    """The lines of a page's sample outputs."""
+    fences = re.findall(r"^```(\w*)\n(.*?)^```$", (ROOT / page).read_text(), re.DOTALL | re.MULTILINE)
+    return [line for kind, text in fences if not kind for line in text.splitlines()]
+
+
+def test_the_first_program():
+    """One command prints what the README and the page of ``verify`` show, whose figures vary with jax's version."""
+    pytest.importorskip("jax_cuda13_plugin", reason="verify compiles for an H100")
+    program = ROOT / "examples/quickstart.py"
+    assert program.read_text() == blocks("README.md")[0]
+    done = subprocess.run([sys.executable, program], capture_output=True, text=True, check=True,
+                          env={**os.environ, "COLUMNS": "96"})  # fmt: skip
+
+    def words_of(line: str) -> str:
+        return " ".join(re.sub(r"\b\d[\d.]*( ?[µm]?s\b)?", "#", line).split())
+
+    printed = {words_of(line) for line in done.stdout.splitlines()}
+    output = [line for page in ("README.md", "docs/inspect.md") for line in shown(page)]
+    samples = [line for line in output if line.strip(". ") and not line.startswith(("pip", "JAX"))]
+    assert len(samples) >= 20
+    assert not [line for line in samples if words_of(line) not in printed]
+    assert [line for line in shown("README.md") if "GiB" in line] == shown("docs/plan.md")[:2]
+
+
+def test_the_readme():
+    program, train_state = blocks("README.md")
+    found: dict[str, Any] = {}
+    exec(program.replace('"h100" if', "None if"), found)
+    assert moments(found["state"]).sharding.memory_kind == "pinned_host"
+    exec(train_state, found)
+    params, tx, train = (found[name] for name in ("params", "tx", "train"))
+    run, aux = train(TrainState.create(apply_fn=None, params=params, tx=tx), found["batch"])
+    run = train.finish(run)
+    assert moments(run.opt_state).sharding.memory_kind == "pinned_host"
+    assert (run.step, aux.now < found["aux"].now) == (1, True)
 
 
 @pytest.mark.parametrize(
