@@ -137,7 +137,7 @@ MODELS = {
     "gpt-7b": Model("GPT 7B", 32, 4096, 32, 32, 16384, 50304, 8, 2048),
     "llama-8b": Model("Llama 8B, bfloat16, float32 masters", 32, 4096, 32, 8, 14336, 128256, 4, 4096, True, dtype=HALF),
     "vit-h": Model("ViT-H/14", 32, 1280, 16, 16, 5120, 1000, 64, 256, patch=588),
-    "moe": Model("mixture of 8 experts, 1.9B", 12, 2048, 16, 16, 4096, 32000, 8, 2048, experts=8),
+    "moe": Model("MoE 1.9B, 8 experts", 12, 2048, 16, 16, 4096, 32000, 8, 2048, experts=8),
 }
 
 
