@@ -57,6 +57,8 @@ def test_a_difference_is_noticed(mode):
         ({"second": "alternating", "optimizer": "lookahead-like"}, "jo.jit, parameters on the host"),  # a dict
         ({"unused leaf": True, "outside": "masked"}, "pipelined, parameters on the host"),  # no update makes the leaf
         ({"stack": "indexed", "skip": "skip", "second": "gan", "optimizer": "rprop"}, "jo.jit"),  # its rewriting failed
+        ({"skip": "select", "outside": "apply_if_finite"}, "disk"),  # refused before a file is written
+        ({"dtype": "float32", "inside": "mechanize", "storage": "float8_e5m2"}, "pipelined, parameters on the host"),
         ({"mesh": "explicit ZeRO-1", "optimizer": "sm3", "inside": "conditionally"}, "jax.jit"),  # refused by name
         ({"target": "average", "results": "namedtuple"}, "pipelined"),  # names tell what is alike
         ({"tree": "tuple", "optimizer": "adagrad", "inside": "flatten", "select": "w", "scalar": True}, "jo.jit"),

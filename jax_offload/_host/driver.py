@@ -44,6 +44,7 @@ from jax_offload._program.jaxprs import (
     Literal,
     Var,
     holds_inside,
+    inner_of,
     jax_fun,
     jit,
     values_of,
@@ -146,10 +147,10 @@ def files_of(step: Program) -> OnFiles:
         else:
             _check_equation(eqn, reads, written)
             eqns.append(eqn)
-    inputs, tokens = {*step.inputs}, {*variables(v for v, _ in reads.values())}
+    inputs, read = {*step.inputs}, {*variables(v for v, _ in reads.values())}
     given = all(isinstance(v, Var) and v in inputs for v, _ in reads.values())
-    read_again = any(not tokens.isdisjoint(variables(eqn.invars)) for eqn in eqns)
-    if not given or read_again or not reads.keys().isdisjoint(variables(step.outputs)):
+    read_again = any(not read.isdisjoint(variables(eqn.invars)) for eqn in eqns)
+    if not given or read_again or not reads.keys().isdisjoint(variables(step.outputs)) or _computes(step.eqns):
         raise ValueError(_COMPUTES)
     found = {k: written[v] for k, v in enumerate(step.outputs) if isinstance(v, Var) and v in written}
     kept = {place for _, place in found.values()}
@@ -207,6 +208,33 @@ def _check_equation(eqn: Equation, reads: Mapping[Var, Any], written: Mapping[Va
         raise stands_in(eqn, "disk") if updates else ValueError(_COMPUTES)
     if (not used.isdisjoint(reads) and not is_update(eqn)) or not used.isdisjoint(written):
         raise ValueError(_COMPUTES)
+
+
+def _moves(eqn: Equation) -> bool:
+    return eqn.primitive in (READ, WRITE) or holds_inside(eqn, lambda each: each.primitive in (READ, WRITE))
+
+
+def _computes(eqns: Sequence[Equation]) -> bool:
+    """Whether an equation, perhaps in a branch, computes with a token that another one reads or makes."""
+    tokens = _tokens(eqns)
+    return any(
+        any(_computes(each.jaxpr.eqns) for each in inner_of(eqn))
+        if _moves(eqn)
+        else not tokens.isdisjoint(variables(eqn.invars))
+        for eqn in eqns
+    )
+
+
+def _tokens(eqns: Iterable[Equation]) -> set[Atom]:
+    """Return the tokens that equations read and make, those in their branches included."""
+    found = set[Atom]()
+    for eqn in filter(_moves, eqns):
+        found.update(variables(eqn.invars) if eqn.primitive is READ else eqn.outvars if eqn.primitive is WRITE else ())
+        for each in inner_of(eqn):
+            own, ours = (*each.jaxpr.invars, *each.jaxpr.outvars), (*eqn.invars[each.first :], *eqn.outvars)
+            inside = _tokens(each.jaxpr.eqns)
+            found.update(x for v, x in zip(own, ours, strict=True) if isinstance(v, Var) and v in inside)
+    return found
 
 
 # ---- moved while it runs ---------------------------------------------------------------------------------------------

@@ -356,7 +356,7 @@ def check_managed(state: Any, cause: Exception) -> None:
 def check_state(init: Callable[[Any], Any], state: Any, like: Any, cause: Exception | None) -> None:
     """Raise ``ValueError`` if the state's tree or a leaf's shape is not the one that ``init`` gives."""
     try:
-        expected = jax.eval_shape(init, like)
+        expected = jax.eval_shape(lambda like: init(memory.loaded(like)), like)
     except Exception:  # init cannot run on these parameters: the original error says more
         return
     check_like(state, expected, "state = tx.init(params) makes one for these.", cause)

@@ -545,7 +545,7 @@ def adopted(state: Any, params: Any, init: Callable[[Any], Any]) -> StoredState:
     Raises:
       ValueError: a leaf is not stored as ``init`` stores it.
     """
-    wanted = jax.eval_shape(init, params)
+    wanted = jax.eval_shape(lambda params: init(memory.loaded(params)), params)
     if not any(map(is_encoded, jax.tree.leaves(state, is_leaf=is_encoded))) and types_of(state) == types_of(wanted):
         state = jax.tree.unflatten(jax.tree.structure(wanted), jax.tree.leaves(state))
     fix = "Convert it: jo.from_plain(tx, jo.to_plain(old_tx, state)), params given where their tree is not in it."

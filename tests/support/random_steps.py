@@ -651,7 +651,7 @@ class Step:
         self.loss = loss_of(r, self.names)
         tx = transformation(r, params, mode, folder / "one")
         self.txs = [tx]
-        resident = mode == "plain" or r["fraction"] == 0.0
+        resident = (mode == "plain" and not r["storage"]) or r["fraction"] == 0.0
         self.misplaced, self.plain = list[str](), None
         carried: dict[str, Any] = {"params": params, "state": self.created(tx, params, resident)}
         if r["second"]:
