@@ -222,16 +222,26 @@ def test_your_training_loop(section, tmp_path):
     else:
         exec(in_section(section)[0], found)
         run_twice(loop, found)
+        if section == "Flax nnx":
+            exec(in_section(section)[1], found)
+            assert found["Model"](nnx.Rngs(0))(found["batch"]).shape == found["batch"].shape
     assert optax.tree.get(found["state"], "learning_rate") == jnp.float32(3e-4)
     moment = moments(found["state"])
     assert (moment.dtype, moment.sharding.memory_kind) == (jnp.float32, "pinned_host")
     assert moment.sharding.shard_shape(moment.shape) == (*moment.shape[:-1], moment.shape[-1] // 8)
     if section == "Flax linen":
-        found["folder"] = tmp_path / "train_state"
-        run_twice(in_section(TRAIN_STATE, "docs/state.md")[0], found)
-        assert found["run"].step == 8
-        assert optax.tree.get(found["run"].opt_state, "learning_rate") == jnp.float32(3e-4)
-        assert moments(found["run"].opt_state).sharding == moment.sharding
+        clipped, unclipped = in_section(TRAIN_STATE, "docs/state.md")
+        start = clipped.partition("train = ")[0]
+        resident = start + unclipped.replace("jo.jit", "jax.jit").partition("print(jo.verify")[0]
+        resident += unclipped.partition("leave this out\n")[2]
+        for code, memory in (clipped, "pinned_host"), (start + unclipped, "pinned_host"), (resident, "device"):
+            found["folder"] = tmp_path / f"train_state_{len(code)}"
+            names = found | ({"tx": found["inner"]} if code is resident else {})
+            run_twice(code, names)
+            state = names["run"].opt_state
+            assert (names["run"].step, optax.tree.get(state, "learning_rate")) == (8, jnp.float32(3e-4))
+            assert moments(state).sharding == moment.sharding.with_memory_kind(memory)
+            assert code is not resident or names["train"]._cache_size() == 1
 
 
 def changed(loop: str, change: str) -> str:
