@@ -81,14 +81,14 @@ def offload(
         keys always stay.
       window: the bytes of state that are on a device at a time while the state streams. A group of leaves that one
         update needs together, and that is larger than the window, goes through a loop in chunks of half a window if its
-        rows can be updated apart; otherwise it is loaded whole. ``None`` makes room for two and a half of the largest
-        usual groups, so that one loads while another is updated; it makes less room if that would be more than 256 MiB
-        and a large part of the state. ``jax_offload.placement`` prints the window and why it has that size, and how
-        each leaf streams.
+        rows can be updated independently; otherwise it is loaded whole. ``None`` makes room for two and a half of the
+        largest usual groups, so that one loads while another is updated; it makes less room if that would be more than
+        256 MiB and a large part of the state. ``jax_offload.placement`` prints the window and why it has that size,
+        and how each leaf streams.
       order: regular expressions searched in a parameter's path, in the order in which the gradients of the matching
         parameters appear in the backward pass, ``["head", "layers", "embed"]``. Parameters that none matches come last.
-        A rule that matches no parameter is an error. ``None`` takes the order of the traced gradients where jax tells
-        it, and otherwise ``layers_10`` before ``layers_2``.
+        A rule that matches no parameter is an error. ``None`` takes the order of the traced gradients where the trace
+        shows it, otherwise ``layers_10`` before ``layers_2``.
       shard_over: the mesh axes, such as ``"data"``, over which to divide the state of parameters that are replicated
         there (ZeRO-1, Rajbhandari et al. 2020). Leaves of their parameter's shape and of ``min_bytes`` or more are
         divided, along the first axis that divides evenly and is not sharded yet; in leaves with three or more axes the

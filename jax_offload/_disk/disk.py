@@ -171,7 +171,7 @@ class Disk:
     def resume(self, target: Any) -> tuple[Any, int]:
         """Return the tree of the last commit and its step. Everything written since is forgotten.
 
-        If it raises, in one process or in all, the state in use is what it was.
+        If it raises, in one process or in all, the state in use is unchanged.
 
         Args:
           target: a tree like the committed one, abstract or not, which says where arrays go: ``{"params": shapes,
@@ -299,7 +299,7 @@ class Disk:
         return self._leaf(name).ends
 
     def check(self, token: Any) -> None:
-        """Raise ``ValueError`` where the token is of another version than the files."""
+        """Raise ``ValueError`` if the token belongs to another version than the files."""
         self._check_whole()
         if _version(token) != self._version:
             step = self.store.step

@@ -435,7 +435,7 @@ def measured(segments: Sequence[Segment], steps: int, simulated: Timeline | None
 
 
 def profile(step: Any, *args: Any, steps: int = 3, chip: str | Chip | None = None) -> Profile:
-    """Run a step several times under jax's profiler, and say where its time went and how far the simulation is off.
+    """Run a step several times under jax's profiler, and compare where its time went with the simulation.
 
     The step must return its donated arguments: a result with the structure, shapes and dtypes of one takes its place
     in the next run. It runs once before measuring, to compile. Donated arguments are gone afterwards. Profile a step of

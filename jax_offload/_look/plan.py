@@ -81,15 +81,15 @@ def plan(
     compiler for that chip gives each row's peak and schedule, in seconds per row; without it only the exact parts are
     known.
 
-    Parameters in host memory (``jax_offload.to_host(params)``) count there, and each pass and the update load them; the
-    resident rows have them on the device.
+    Parameters in host memory (``jax_offload.to_host(params)``) count as host memory, and each pass and the update
+    load them; the resident rows have them on the device.
 
     A row fits if no part is missing and its sum is at most the memory that jax takes of the device, less a headroom of
-    5 %. On a GPU jax takes 75 %, or the share in ``XLA_PYTHON_CLIENT_MEM_FRACTION``.
+    5%. On a GPU jax takes 75%, or the share in ``XLA_PYTHON_CLIENT_MEM_FRACTION``.
 
     Args:
       tx: the optimizer, offloaded already or not; or ``make``, the function that makes a step.
-      params: the parameters, concrete or abstract, with their shardings; or their number, ``13e9`` or ``"13B"``, for a
+      params: the parameters, concrete or abstract, with their shardings; or their count, ``13e9`` or ``"13B"``, for a
         transformer of equal layers. For ``make``: the optimizer.
       *args: further arguments of ``make``.
       chip: the accelerator, a ``Chip`` or a name that ``jax_offload.chip`` takes; the target's if left out.
@@ -103,7 +103,7 @@ def plan(
       devices: the number of devices over which the parameters are divided (FSDP), if ``params`` is a number.
       replicated: whether every device holds all parameters instead, if ``params`` is a number.
       param_dtype: the dtype of the parameters, if ``params`` is a number.
-      compute_dtype: the dtype of activations and matmuls, ``"bfloat16"`` say; the parameters' if left out.
+      compute_dtype: the dtype of activations and matmuls, such as ``"bfloat16"``; the parameters' if left out.
       disk: whether to add a row with the state on disk.
       target: a chip to compile a step for, as ``jax_offload.inspect`` takes it (extra ``aot``).
 

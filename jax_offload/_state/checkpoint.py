@@ -40,8 +40,8 @@ def save_args(tree: Any, *, copy: bool = True) -> Any:
     arguments are orbax's ``StandardSave`` and write the same files, with a checksum for each leaf by which ``restore``
     notices damage.
 
-    orbax writes host leaves from the memory in which they are, in the background. A GPU refuses to donate memory that
-    is being written out ("Donation requested for buffer with external reference"), and a CPU copies it in every such
+    In the background, orbax writes host leaves from their own memory. A GPU refuses to donate memory that is
+    being written out ("Donation requested for buffer with external reference"), and a CPU copies it in every such
     step. The copies made here, from host to host, leave the originals free.
 
     Leaves on disk are read one after the other while orbax writes them, and once before for their checksums. Commit

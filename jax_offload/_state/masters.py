@@ -44,13 +44,13 @@ def with_master_params(
     and streams them with the moments. ``inner`` sees gradients and parameters in ``dtype``. Parameters that are already
     as precise as ``dtype`` get no master.
 
-    Each parameter lands exactly on ``master.astype(param.dtype)`` if the old and the new value are zero or normal,
+    Each parameter becomes exactly ``master.astype(param.dtype)`` if the old and the new value are zero or normal,
     their difference is finite, and the old value is less than 2^15 (bfloat16) or 2^12 (float16) times the new one in
     magnitude, unless the new one is zero. The updates have dtype ``dtype``.
 
     If you change a parameter from outside, by loading weights or swapping in an average, its master follows: the next
     update starts from the new value. The comparison is element by element and bit by bit, so that rounding within the
-    bounds above cannot cause it. Beyond them the master gives up what the parameter missed, at most 2^-24 of the
+    bounds above cannot cause it. Beyond them the master drops what the parameter missed, at most 2^-24 of the
     parameter's old magnitude.
 
     Args:
@@ -69,9 +69,9 @@ def with_master_params(
     Raises:
       TypeError: ``inner`` is not an optax transformation, or is an ``offload(...)``, which goes outside.
       ValueError: ``dtype`` is not floating or lacks the range of a parameter's dtype; a parameter that needs a master
-        has less than 16 bits; ``low_bits`` is set and ``dtype`` is not float32 or a parameter is float16; ``update`` is
-        called without ``params`` or with other parameters than ``init``; or a chain inside an ``offload`` changes the
-        updates behind the masters.
+        has fewer than 16 bits; ``low_bits`` is set and ``dtype`` is not float32 or a parameter is float16; ``update``
+        is called without ``params`` or with other parameters than ``init``; or a chain inside an ``offload`` changes
+        the updates behind the masters.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax, jax_offload as jo

@@ -269,8 +269,8 @@ def abstract_state(tx: optax.GradientTransformation, params: Any) -> Any:
     Args:
       tx: a transformation with an ``offload`` anywhere inside it.
       params: the parameters, concrete or abstract. A state leaf of its parameter's shape takes the parameter's
-        sharding, divided further if ``shard_over`` says so; a factored leaf takes the sharding of the axes that
-        remain; other leaves are replicated over the same devices. Abstract parameters without a sharding count as
+        sharding, divided further if ``shard_over`` says so; a factored leaf takes the sharding of its remaining axes;
+        other leaves are replicated over the same devices. Abstract parameters without a sharding count as
         unplaced: on the mesh that is set, or on the default device.
 
     Returns:
@@ -439,7 +439,7 @@ def from_plain(tx: optax.GradientTransformation, state: Any, params: Any = None)
 
     ``jo.from_plain(new_tx, jo.to_plain(old_tx, state))`` changes how a run stores its state. It rounds to nearest, and
     is exact if the format has the number. The conversion goes leaf by leaf: at most one host leaf is on the device at a
-    time. The count of rounds, which seeds stochastic rounding, starts anew.
+    time. The count of rounds, which seeds stochastic rounding, starts at 0 again.
 
     Args:
       tx: a transformation with an ``offload`` anywhere inside it.

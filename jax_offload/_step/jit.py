@@ -37,7 +37,7 @@ def jit(fun: Callable[..., Any] | None = None, **options: Any) -> Any:
     layers, each update runs where its gradient appears. Loops that take layers by number, layers that the step stacks,
     gradients summed in a ``jax.new_ref`` and a whole step inside a ``shard_map`` count as well (docs/what_hides.md).
     Parameters of stacked layers may live in host memory too, ``jax_offload.to_host(params)``: the scans load each row
-    while its neighbor computes, and new rows go back there.
+    while its neighbor computes, and store the new rows.
 
     The numbers equal the plain step's. An update that needs all gradients first, such as clipping by their norm,
     runs after the backward pass; ``jax_offload.pipelined`` hides that one. ``jax_offload.placement(step, *args)`` says
@@ -45,7 +45,7 @@ def jit(fun: Callable[..., Any] | None = None, **options: Any) -> Any:
 
     It sets ``jax_offload.compiler_options``, unless ``compiler_options`` are given. No donated buffer crosses memory
     kinds: ``jax.jit`` of a step that calls ``update``, ``update_params`` or ``init`` is as safe, but this function also
-    covers programs that only hand a state on, such as the ``call`` of an exported step.
+    covers programs that only pass a state on, such as the ``call`` of an exported step.
 
     Everything else is ``jax.jit``'s own work: caches, static arguments, contexts such as ``jax.enable_x64``,
     ``jax.disable_jit``, ``jax.export``. If the host's cores update (``update_on=``) or the state is on disk, the step
@@ -449,7 +449,7 @@ def compiler_options(platform: str, *, in_scan: bool = False) -> dict[str, Any]:
     results. A lower share gives a lower peak and less overlap.
 
     Args:
-      platform: ``"cuda"`` (or ``"gpu"``), ``"tpu"`` or ``"cpu"``. No option was found to help on the last two.
+      platform: ``"cuda"`` (or ``"gpu"``), ``"tpu"`` or ``"cpu"``. We found no option that helps on the last two.
       in_scan: whether state moves in the scan of a model with stacked layers. ``jo.jit`` and ``jo.pipelined`` set
         it themselves. It raises the peak of a model with unrolled layers.
 

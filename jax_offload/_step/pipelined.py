@@ -47,17 +47,16 @@ def pipelined(
 
     The numbers equal the plain loop's. ``aux.now`` is whatever the step returns besides the carried values; the
     part of it that needs the new parameters arrives one call later, in ``aux.late``. A hyperparameter in the state that
-    changes between two calls would act on the pending update: call ``finish`` first, and go on with what it returns.
+    changes between two calls would act on the pending update: call ``finish`` first, and continue with its result.
 
     Args:
       step: a function of parameters, state and a batch, as for ``jax_offload.jit``. It returns the next value of each
         carried argument, with the same tree, shapes and dtypes, in any order and in a tuple with whatever else it
         returns. If several arguments look alike, such as parameters and a target network, the update tells which result
-        is which. If that leaves a doubt, an error says so; a step that returns a dict with the names of the carried
-        arguments as keys avoids it.
+        is which. If doubt remains, an error asks for a dict whose keys are the names of the carried arguments.
       donate_argnames: the names of the arguments that are carried from call to call, as for ``jax.jit``. They are
         donated. The first call takes them as a tuple in the order of the step's parameters, and ``finish`` returns such
-        a tuple; a single argument stands by itself.
+        a tuple; a single argument is the carry itself.
       donate_argnums: the same by position.
       static_argnames: the names of arguments that are not arrays, as for ``jax.jit``.
       static_argnums: the same by position.
@@ -194,7 +193,7 @@ class Pipelined:
         Args:
           carry: what the last call returned, which is donated. Carried arguments have no pending update and are
             returned unchanged.
-          with_late: whether to return the ``aux.late`` that a further call would give, too.
+          with_late: whether to also return the ``aux.late`` that a further call would give.
 
         Returns:
           The carried arguments, as a tuple or as the only one; with ``with_late`` a pair of these and the rest.
