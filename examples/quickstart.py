@@ -6,7 +6,7 @@ def loss(params, batch):
     return (x**2).mean()
 
 params = {"layers": jax.random.normal(jax.random.key(0), (12, 256, 256)) / 16}
-params = jax.device_put(params, jax.devices()[0])  # otherwise step 2 compiles again
+params = jax.device_put(params, jax.devices()[0])  # otherwise step 2 recompiles
 batch = jnp.ones((8192, 256))
 inner = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-4))
 
@@ -14,7 +14,7 @@ inner = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-4))
 print(jo.plan(inner, "4.4B", param_dtype="float32", compute_dtype="bfloat16", chip="h100",
               tokens_per_step=65536, layers=36, width=3200))
 
-# 2. Wrap the optimizer and the step.
+# 2. Wrap the optimizer and step.
 tx = jo.offload(inner)
 
 def step(params, state, batch):
