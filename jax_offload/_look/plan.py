@@ -48,6 +48,7 @@ PER_WIDTH = 128  # such a model has this many columns of width per layer, and it
 
 _RUN: dict[str, Callable[..., Any]] = {"jax.jit": jax.jit, "jo.jit": jit, "jo.pipelined": pipelined}
 _OPTIMIZERS = optax.GradientTransformation | optax.MultiSteps
+_OF_A_NUMBER = {"devices": 1, "replicated": False, "param_dtype": "bfloat16"}
 _DEFAULTS = {name: option.default for name, option in signatures.signature(offload).parameters.items()}
 
 
@@ -112,7 +113,8 @@ def plan(
 
     Raises:
       TypeError: ``tx`` is neither an optimizer nor a function.
-      ValueError: the chip or the target is not known, a number is out of range, or the step cannot be made.
+      ValueError: the chip or the target is not known, a number is out of range, the step cannot be made, or an option
+        for a count stands beside parameters.
 
     Example:
       >>> import jax, optax, jax_offload as jo
@@ -142,6 +144,14 @@ def plan(
         how = "" if count == 1 else ", whole on each device" if replicated else ", divided over the devices (FSDP)"
         said.append(f"model: {of} equal layers of width {wide}{how}")
         layers, width = (None, None) if layers is None and width is None else (of, wide)
+    else:
+        of_a_number = {"devices": devices, "replicated": replicated, "param_dtype": param_dtype}
+        if ignored := [f"{name}={x!r}" for name, x in of_a_number.items() if x != _OF_A_NUMBER[name]]:
+            raise ValueError(
+                f"{', '.join(ignored)}: for a model that a number describes; these parameters have their own dtype and "
+                "shardings. Fix: give abstract parameters with the shardings of the run (jax.sharding.AbstractMesh "
+                'needs no devices), or their number, jo.plan(tx, "13B", devices=8).'
+            )
     check_params(params)
     params = jax.tree.map(lambda x: x if hasattr(x, "dtype") else jax.ShapeDtypeStruct((), jnp.result_type(x)), params)
     leaves = jax.tree.leaves(params)
@@ -153,6 +163,7 @@ def plan(
     if activations is not None:
         activations = bytes_of("activations", activations)
         said.append(f"activations: {in_bytes(activations)} on each device, as given")
+        operations = OPERATIONS if layers is None or width is None else RECOMPUTING
     elif layers is not None and width is not None and tokens is not None:
         activations, operations = _activations(leaves, dtype, count, layers, width, tokens, said), RECOMPUTING
     if away := sum(own_bytes(x) for x in leaves if _in_host_memory(x)):

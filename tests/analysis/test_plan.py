@@ -438,6 +438,8 @@ TREE = {"w": jax.ShapeDtypeStruct((1024, 1024), "float32")}
         (TREE, {"activations": "lots"}, "activations: expected a number of bytes"),
         (TREE, {"layers": 0}, "layers: expected how many there are.* got 0"),
         (TREE, {"target": "h200"}, "target: compiles a step, plan.make, tx, target='h200'"),
+        (TREE, {"devices": 8, "replicated": True}, r'devices=8, replicated=True: for a model .* jo.plan\(tx, "13B"'),
+        (TREE, {"param_dtype": "float32"}, "param_dtype='float32': for a model that a number describes"),
         ("13X", {}, 'params: expected how many there are, 13e9 or "13B"'),
         (0, {}, "params: expected how many"),
         (float("inf"), {}, "params: expected how many"),
