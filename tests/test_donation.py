@@ -5,11 +5,8 @@ Parameters and moments share shapes and dtypes, so that every wrong pairing is p
 program lowered for cuda and tpu, which takes neither. On CPU a wrong one ends the process.
 """
 
-import os
 from collections import Counter
-from functools import cache, partial
-
-os.environ.setdefault("JAX_PLATFORMS", "cpu")
+from functools import cache
 
 import jax
 import jax.numpy as jnp
@@ -21,13 +18,11 @@ from jax.sharding import PartitionSpec as P
 
 import jax_offload as jo
 from tests.support.donations import CASES, KIND, buffers, create, on_device
-from tests.support.trees import shardings_in
+from tests.support.trees import FAST, shardings_in
 
 pytestmark = pytest.mark.filterwarnings("ignore:Some donated buffers were not usable")
 
-Space = jax.memory.Space
 DEVICE = on_device()
-FAST = {"xla_backend_optimization_level": 0}  # to compile
 
 
 @cache
@@ -69,10 +64,6 @@ def types(step, args):
     return jax.tree.unflatten(jax.tree.structure(traced.out_info), traced.jaxpr.out_avals)
 
 
-def shardings(tree):
-    return jax.tree.map(lambda x: x.sharding, tree)
-
-
 def one_device(tree):
     return jax.tree.map(lambda x: SingleDeviceSharding(jax.devices()[0], memory_kind=KIND[x.memory_space]), tree)
 
@@ -106,7 +97,7 @@ def test_donation_with_out_shardings(case):
     donating = jax.jit(step, donate_argnums=donate, out_shardings=out_shardings, compiler_options=FAST)
     assert not crossed(pairs(donating, *args)[0])
     out = donating(*args)
-    assert shardings(out) == out_shardings
+    assert shardings_in(out) == out_shardings
 
 
 # Where an update can stand.
@@ -117,12 +108,8 @@ def update(params, state, scale=1.0):
     return optax.apply_updates(params, updates), state
 
 
-def scanned(params, state):
-    return jax.lax.scan(lambda c, scale: (update(*c, scale), None), (params, state), jnp.arange(1.0, 4.0))[0]
-
-
-def chosen(params, state):
-    return jax.lax.cond(params["v"][0, 0] < 10, update, lambda p, s: (p, s), params, state)
+def total_of_new(params, state):
+    return sum(x.sum() for x in jax.tree.leaves(update(params, state)[0]))
 
 
 def skipped(params, state):
@@ -130,95 +117,77 @@ def skipped(params, state):
     return jo.update_params(tx, grads, state, params, skip=params["v"][0, 0] > 10)
 
 
-def differentiated(params, state):
-    new = jax.grad(lambda p: sum(x.sum() for x in jax.tree.leaves(update(p, state)[0])))(params)
-    return new, update(params, state)[1]
-
-
-def only_a_gradient(params, state):
-    return jax.grad(lambda p: sum(x.sum() for x in jax.tree.leaves(update(p, state)[0])))(params)
-
-
 PLACES = {
-    "scan": scanned,
-    "cond": chosen,
+    "scan": lambda p, s: jax.lax.scan(lambda c, scale: (update(*c, scale), None), (p, s), jnp.arange(1.0, 4.0))[0],
+    "cond": lambda p, s: jax.lax.cond(p["v"][0, 0] < 10, update, lambda p, s: (p, s), p, s),
     "skip": skipped,
-    "grad": differentiated,
-    "nothing but a gradient": only_a_gradient,
+    "grad": lambda p, s: (jax.grad(total_of_new)(p, s), update(p, s)[1]),
+    "nothing but a gradient": jax.grad(total_of_new),
     "remat": jax.checkpoint(update),
     "jit": jax.jit(update, donate_argnums=1),
-    "state only": lambda params, state: update(params, state)[1],
-    "params only": lambda params, state: update(params, state)[0],
-    "init after": lambda params, state: (optimizer(1.0).init(update(params, state)[0]), update(params, state)),
+    "state only": lambda p, s: update(p, s)[1],
+    "params only": lambda p, s: update(p, s)[0],
+    "init after": lambda p, s: (optimizer(1.0).init(update(p, s)[0]), update(p, s)),
 }
-
-
-def assert_donates(step, args, donated, platforms=("cuda",), jit=jax.jit):
-    """No pair is crossed, and the results are those without donation; ``args()`` makes the arguments anew."""
-    expected, donating = jax.jit(lambda *args: step(*args))(*args()), jit(step, donate_argnums=donated)
-    for platform in platforms:
-        assert not crossed(pairs(donating, *args(), platform=platform)[0])
-    out = donating(*args())
-    jax.tree.map(np.testing.assert_array_equal, out, expected)
-    assert shardings(out) == shardings(expected)
 
 
 def begun(sharding=None):
     return create(optimizer(1.0), sharding)
 
 
-@pytest.mark.oldest("a primitive under jax's transformations")
-@pytest.mark.parametrize("place", PLACES)
-def test_donation_wherever_update_stands(place):
-    assert_donates(PLACES[place], begun, 1)
+def batched():
+    params = jax.device_put(jax.tree.map(lambda p: jnp.stack([p, 2 * p]), begun()[0]), DEVICE)
+    return params, jax.jit(jax.vmap(optimizer(1.0).init))(params)
 
 
-@pytest.mark.oldest("what jax forwards, and what is static")
-def test_donation_of_batched_updates():
-    def batched():
-        params = jax.device_put(jax.tree.map(lambda p: jnp.stack([p, 2 * p]), begun()[0]), DEVICE)
-        return params, jax.jit(jax.vmap(optimizer(1.0).init))(params)
-
-    assert_donates(jax.vmap(update), batched, 1)
+def resident():
+    params, state = begun()
+    return params, jo.to_device(state)
 
 
-# Other programs that move a state.
+def exported(params, state):
+    """jax sees nothing of ours in it; that ``jo.jit`` crosses no memories is seen by running it."""
+    return jax.export.export(jax.jit(update, donate_argnums=1))(*begun()).call(params, state)
 
 
-def test_donation_to_the_first_step_of_a_resident_state():
-    """Migration, as docs/state.md shows it."""
-
-    def resident():
-        params, state = begun()
-        return params, jo.to_device(state)
-
-    assert "device" in pairs(jax.jit(update, donate_argnums=1), *resident())[1]
-    for donated in 1, (0, 1):
-        assert_donates(update, resident, donated, ("cuda", "tpu"))
+def inside_shard_map(params, state):
+    specs = P("x"), jax.tree.map(lambda s: s.spec, shardings_in(jo.abstract_state(optimizer(1.0), on_a_mesh()[0])))
+    return jax.shard_map(update, mesh=over_four().mesh, in_specs=specs, out_specs=specs)(params, state)
 
 
-@pytest.mark.parametrize("move", ["init", "to_host", "to_device", "from_plain"])
-def test_donation_to_what_moves_a_state(move):
-    tx, params = optimizer(1.0), begun()[0]
-    fun, of = {
-        "init": (lambda p: (tx.init(p), jax.tree.map(jnp.sin, p)), lambda params, state: params),
-        "to_host": (partial(jo.to_host, tx), lambda params, state: jo.to_device(state)),
-        "to_device": (jo.to_device, lambda params, state: state),
-        "from_plain": (partial(jo.from_plain, tx, params=params), lambda params, state: jo.to_device(state)),
-    }[move]
-    assert_donates(fun, lambda: (of(*begun()),), 0)
+def over_four():
+    return NamedSharding(jax.make_mesh((4,), ("x",), axis_types=(AxisType.Auto,)), P("x"))
 
 
-@pytest.mark.oldest("export")
-def test_donation_through_an_exported_step():
-    """Inside of it all is well; whoever calls it sees nothing of ours, and jo.jit helps."""
-    exported = jax.export.export(jax.jit(update, donate_argnums=1))(*begun())
-    assert_donates(exported.call, begun, 1, ("cpu",), jo.jit)
+def on_a_mesh():
+    return begun(over_four())
 
 
-@pytest.mark.skipif(jax.device_count() < 4, reason="needs 4 devices")
-def test_donation_inside_shard_map():
-    over = NamedSharding(jax.make_mesh((4,), ("x",), axis_types=(AxisType.Auto,)), P("x"))
-    state = jo.abstract_state(optimizer(1.0), begun(over)[0])
-    specs = P("x"), jax.tree.map(lambda s: s.spec, shardings_in(state))
-    assert_donates(jax.shard_map(update, mesh=over.mesh, in_specs=specs, out_specs=specs), lambda: begun(over), 1)
+CALLS = (
+    {place: (step, begun, 1) for place, step in PLACES.items()}
+    | {  # what it is given, and what is donated
+        "vmap": (jax.vmap(update), batched, 1),
+        "a resident state": (update, resident, 1),  # migration, as docs/state.md shows it
+        "a resident state, and parameters": (update, resident, (0, 1)),
+        "export": (exported, begun, 1),
+        "shard_map": (inside_shard_map, on_a_mesh, 1),
+        "init itself": (lambda p: (optimizer(1.0).init(p), jax.tree.map(jnp.sin, p)), lambda: begun()[:1], 0),
+        "to_host": (lambda s: jo.to_host(optimizer(1.0), s), lambda: resident()[1:], 0),
+        "to_device": (jo.to_device, lambda: begun()[1:], 0),
+        "from_plain": (lambda s: jo.from_plain(optimizer(1.0), s, params=begun()[0]), lambda: resident()[1:], 0),
+    }
+)
+
+
+@pytest.mark.oldest("a primitive under jax's transformations, what jax forwards, export")
+@pytest.mark.parametrize("call", CALLS)
+def test_donation_wherever_update_stands(call):
+    """No pair is crossed, and the results are those without donation."""
+    step, args, donated = CALLS[call]
+    jit, platforms = (jo.jit, ["cpu"]) if call == "export" else (jax.jit, ["cuda", "tpu"])
+    expected, donating = jax.jit(lambda *args: step(*args))(*args()), jit(step, donate_argnums=donated)
+    for platform in platforms:
+        assert not crossed(pairs(donating, *args(), platform=platform)[0])
+    out = donating(*args())
+    jax.tree.map(np.testing.assert_array_equal, out, expected)
+    assert shardings_in(out) == shardings_in(expected)

@@ -9,18 +9,18 @@ import pytest
 
 from tests.support.random_steps import AWAY, FIELDS, MODES, OPTIMIZERS, Refused, complete, differences, odd, reference
 
-WRAPPERS = [("inside", name) for name in dict.fromkeys(FIELDS["inside"]) if name] + [
+AROUND = [("inside", name) for name in dict.fromkeys(FIELDS["inside"]) if name] + [
     ("outside", name) for name in dict.fromkeys(FIELDS["outside"]) if name
 ]
-WRAPPERS += [(where, clip) for clip in ("adaptive clip", "clip by block") for where in ("inside", "outside")]
-WRAPPERS += [("outside", "by group")]
+AROUND += [(where, clip) for clip in ("adaptive clip", "clip by block") for where in ("inside", "outside")]
+AROUND += [("outside", "by group")]
 OTHERS = [  # of a step around its update
     *(("skip", kind) for kind in dict.fromkeys(FIELDS["skip"]) if kind),
     *(("second", kind) for kind in dict.fromkeys(FIELDS["second"]) if kind),
     *(("again", kind) for kind in dict.fromkeys(FIELDS["again"]) if kind),
     ("storage", "int8"), ("dtype", "bfloat16 with masters"), ("metrics", ("loss", "gradients")), ("accumulate", "scan"),
 ]  # fmt: skip
-INNER = [("optimizer", name) for name in OPTIMIZERS] + WRAPPERS + OTHERS
+INNER = [("optimizer", name) for name in OPTIMIZERS] + AROUND + OTHERS
 SHARDINGS = (None, "fsdp", "ZeRO-1", "two axes", "explicit")
 MODELS = ("scan", "unrolled", "pairs", "reverse", "unroll", "nested", "indexed", "axis 1")
 WINDOWS = (None, 1, 2**14)

@@ -1,5 +1,6 @@
 """Bad input: an error that names the argument, shows what was given, and says the fix."""
 
+import functools
 import re
 import types
 
@@ -61,12 +62,6 @@ def test_options_that_are_right(fraction):
     optax.tree.map_params(tx, lambda x: x, tx.init(params()))  # which probes with placeholders
 
 
-def test_missing_params():
-    tx = jo.offload(optax.adamw(1e-3), min_bytes=0)
-    with pytest.raises(ValueError, match="params"):
-        tx.update(params(), tx.init(params()))
-
-
 @pytest.mark.parametrize(
     "nested",
     [lambda tx: tx, lambda tx: optax.chain(optax.clip(1.0), tx), lambda tx: optax.apply_if_finite(tx, 3)],
@@ -124,17 +119,6 @@ def test_placement_takes_the_parameters_alone(args):
         jo.placement(jo.offload(ADAM), *args)
 
 
-def test_gradients_of_other_parameters():
-    """optax says that some prefix pytree has some other keys than "tree_map tree"."""
-    tx = jo.offload(optax.adamw(1e-3), min_bytes=0)
-    state = tx.init(params())
-    for grads, words in ({"w": params()["w"]}, "gradient: b; without a parameter: none"), (
-        {**params(), "c": jnp.ones(3)}, "gradient: none; without a parameter: c"
-    ):  # fmt: skip
-        with pytest.raises(ValueError, match=f"^updates: their tree .*{words}"):
-            jax.jit(tx.update)(grads, state, params())
-
-
 def test_select_that_takes_one_argument():
     with pytest.raises(TypeError, match=r"^select: .*too many positional arguments.*lambda path, leaf"):
         jo.offload(ADAM, select=lambda path: True).init(params())
@@ -154,13 +138,6 @@ def test_platform_without_host_memory(monkeypatch):
         jo.offload(ADAM, min_bytes=0).init(given)
 
 
-@pytest.mark.parametrize("other", [optax.sgd(1.0, momentum=0.9), optax.chain(optax.clip(1.0), ADAM)])
-def test_state_of_another_optimizer(other):
-    tx = jo.offload(ADAM, min_bytes=0)
-    with pytest.raises(ValueError, match=r"state: its tree is not(.|\n)*got(.|\n)*expected"):
-        jax.jit(tx.update)(params(), other.init(params()))
-
-
 def test_masters_do_not_tell_the_parameters():
     """The first line of the error names the argument that is missing; the rest shows two long trees."""
     tx = jo.offload(jo.with_master_params(ADAM), min_bytes=0)
@@ -175,12 +152,6 @@ def test_masters_do_not_tell_the_parameters():
 def test_what_is_not_the_state_is_named(args):
     with pytest.raises(ValueError, match=r"^state: got a (NoneType|dict).*not like .*Fix: .*\(tx, state, params\)"):
         jo.to_host(jo.offload(ADAM, min_bytes=0), *(make() for make in args))
-
-
-def test_state_for_other_parameters():
-    tx = jo.offload(ADAM, min_bytes=0)
-    with pytest.raises(ValueError, match=r"state: its tree is not"):
-        tx.update(params(), tx.init({"w": params()["w"]}))
 
 
 def test_host_pool_too_small_names_the_variable(monkeypatch):
@@ -236,26 +207,54 @@ def test_a_choice_between_memories_or_dtypes_outside_is_an_error_of_jax():
     jo.update_params(masters, small, masters.init(small), small, skip=False)
 
 
-# Arguments in each other's place, and shapes
-
-
 def other(**shapes):
-    return jax.device_put({"w": jnp.ones((32, 32)), "b": jnp.ones(32)} | {k: jnp.ones(s) for k, s in shapes.items()})
+    shapes = {"w": (32, 32), "b": (32,)} | shapes
+    return jax.device_put({name: jnp.ones(shape) for name, shape in shapes.items()}, jax.devices()[0])
 
 
+def with_shapes(start, shapes, given):
+    return {rf"{start} has the shape {re.escape(str(s))}.*32, 32": functools.partial(given, other(w=s)) for s in shapes}
+
+
+ANY, PLACES = r"(.|\n)*", r".* an optimizer.s state.* tx.update\(updates, state, params\)"
 UPDATES = {
     "eager": lambda tx, *args: tx.update(*args),
     "jitted": lambda tx, *args: jax.jit(tx.update)(*args),
     "update_params": lambda tx, *args: jo.update_params(tx, *args),
 }
+MISFITS = {  # updates, state and parameters that an update of ``tx`` is given, by what is said of them
+    **with_shapes(
+        "updates: the gradient of w",
+        [(32, 16), (1, 32), (32,), ()],
+        lambda wrong, tx: (wrong, tx.init(params()), params()),
+    ),
+    **with_shapes(
+        r"state: \[0\].mu\['w'\]", [(32, 16), (1, 32)], lambda wrong, tx: (params(), tx.init(wrong), params())
+    ),
+    "^updates: their tree .*gradient: b; without a parameter: none": lambda tx: (
+        {"w": params()["w"]}, tx.init(params()), params()
+    ),
+    "^updates: their tree .*gradient: none; without a parameter: c": lambda tx: (
+        other(c=(3,)), tx.init(params()), params()
+    ),
+    "params": lambda tx: (params(), tx.init(params()), None),
+    f"params: {PLACES}": lambda tx: (params(), params(), tx.init(params())),
+    f"updates: {PLACES}": lambda tx: (tx.init(params()), params(), params()),
+    f"state: its tree is not{ANY}'b'": lambda tx: (params(), tx.init({"w": params()["w"]}), params()),
+    f"state: its tree is not{ANY}TraceState{ANY}expected": lambda tx: (
+        params(), optax.sgd(1.0, momentum=0.9).init(params()), params()
+    ),
+}  # fmt: skip
 
 
+@pytest.mark.filterwarnings("error")  # nothing has moved the state
 @pytest.mark.parametrize("how", UPDATES)
-@pytest.mark.parametrize("shape", [(32, 16), (1, 32), (32,), ()])
-def test_gradients_of_other_shapes_name_the_leaf(how, shape):
-    tx = jo.offload(optax.adamw(1e-3), min_bytes=0)
-    with pytest.raises(ValueError, match=rf"updates: the gradient of w has the shape {re.escape(str(shape))}.*32, 32"):
-        UPDATES[how](tx, other(w=shape), tx.init(params()), params())
+@pytest.mark.parametrize("words", MISFITS)
+def test_arguments_of_an_update_that_do_not_fit(words, how):
+    for storage in (None, "bfloat16") if words.startswith("params: ") else (None,):
+        tx = jo.offload(optax.adamw(1e-3), min_bytes=0, storage=storage)
+        with pytest.raises(ValueError, match=words):
+            UPDATES[how](tx, *MISFITS[words](tx))
 
 
 def test_gradients_of_single_examples_are_not_of_other_shapes():
@@ -263,31 +262,6 @@ def test_gradients_of_single_examples_are_not_of_other_shapes():
     grads = jax.tree.map(lambda p: jnp.stack([p, p]), params())
     updates, _ = tx.update(grads, tx.init(params()), params())
     assert updates["w"].shape == (32, 32)
-
-
-@pytest.mark.parametrize("how", UPDATES)
-@pytest.mark.parametrize("shape", [(32, 16), (1, 32)])
-def test_a_state_of_other_shapes_names_the_leaf(how, shape):
-    tx = jo.offload(optax.adamw(1e-3), min_bytes=0)
-    state = tx.init(jax.device_put(other(w=shape), jax.devices()[0]))
-    with pytest.raises(ValueError, match=rf"state: \[0\].mu\['w'\] has the shape {re.escape(str(shape))}.*32, 32"):
-        UPDATES[how](tx, params(), state, params())
-
-
-@pytest.mark.filterwarnings("error")  # nothing has moved the state
-@pytest.mark.parametrize("how", UPDATES)
-@pytest.mark.parametrize("storage", [None, "bfloat16"])
-def test_state_and_params_in_each_others_place(how, storage):
-    tx = jo.offload(optax.adamw(1e-3), min_bytes=0, storage=storage)
-    state = tx.init(params())
-    with pytest.raises(ValueError, match=r"params: .* an optimizer.s state.* tx.update\(updates, state, params\)"):
-        UPDATES[how](tx, params(), params(), state)
-
-
-def test_state_and_updates_in_each_others_place():
-    tx = jo.offload(optax.adamw(1e-3), min_bytes=0)
-    with pytest.raises(ValueError, match=r"updates: .* an optimizer.s state.* tx.update\(updates, state, params\)"):
-        tx.update(tx.init(params()), params(), params())
 
 
 @pytest.mark.parametrize("look", [jo.placement, jo.abstract_state, lambda tx, s: tx.init(s)])

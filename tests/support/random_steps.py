@@ -472,45 +472,32 @@ OPTIMIZERS: dict[str, Callable[[], optax.GradientTransformation]] = {
 }
 
 
-def wrapped(kind: str | None, inner: Any) -> optax.GradientTransformation:
-    match kind:
-        case "clip":
-            return optax.chain(optax.clip_by_global_norm(0.05), inner)
-        case "adaptive clip":
-            return optax.chain(optax.adaptive_grad_clip(0.05), inner)
-        case "clip by block":
-            return optax.chain(optax.clip_by_block_rms(0.01), inner)
-        case "MultiSteps":
-            return optax.MultiSteps(inner, 2).gradient_transformation()
-        case "apply_if_finite":
-            return optax.apply_if_finite(inner, 3)
-        case "masked":
-            return optax.chain(optax.masked(inner, matrices), optax.scale(0.9))
-        case "partition":
-            return optax.partition({"matrix": inner, "rest": optax.sgd(1e-1, momentum=0.9)}, labels)
-        case "inject":
-            make = lambda factor: optax.chain(inner, optax.scale(factor))  # noqa: E731
-            return optax.inject_hyperparams(make)(factor=lambda count: 1.0 / (1.0 + count))
-        case "ema":
-            return optax.chain(inner, optax.ema(0.9))
-        case "zero_nans":
-            return optax.chain(optax.zero_nans(), inner)
-        case "named_chain":
-            return optax.named_chain(("clip", optax.clip(0.1)), ("inner", inner))
-        case "flatten":
-            return optax.flatten(inner)
-        case "conditionally":
-            return optax.conditionally_mask(inner, lambda count: count % 3 != 2)
-        case "plateau":
-            return optax.chain(inner, contrib.reduce_on_plateau(0.7, patience=1, cooldown=1, rtol=1.0))
-        case "MultiSteps that skips":
-            skips = optax.skip_not_finite
-            return optax.MultiSteps(inner, 2, should_skip_update_fn=skips).gradient_transformation()
-        case "mechanize":
-            return contrib.mechanize(inner)
-    return inner
+def injecting(inner: Any) -> optax.GradientTransformation:
+    make = lambda factor: optax.chain(inner, optax.scale(factor))  # noqa: E731
+    return optax.inject_hyperparams(make)(factor=lambda count: 1.0 / (1.0 + count))
 
 
+WRAPPERS: dict[str | None, Callable[[Any], optax.GradientTransformation]] = {
+    None: lambda inner: inner,
+    "clip": lambda inner: optax.chain(optax.clip_by_global_norm(0.05), inner),
+    "adaptive clip": lambda inner: optax.chain(optax.adaptive_grad_clip(0.05), inner),
+    "clip by block": lambda inner: optax.chain(optax.clip_by_block_rms(0.01), inner),
+    "MultiSteps": lambda inner: optax.MultiSteps(inner, 2).gradient_transformation(),
+    "apply_if_finite": lambda inner: optax.apply_if_finite(inner, 3),
+    "masked": lambda inner: optax.chain(optax.masked(inner, matrices), optax.scale(0.9)),
+    "partition": lambda inner: optax.partition({"matrix": inner, "rest": optax.sgd(1e-1, momentum=0.9)}, labels),
+    "inject": injecting,
+    "ema": lambda inner: optax.chain(inner, optax.ema(0.9)),
+    "zero_nans": lambda inner: optax.chain(optax.zero_nans(), inner),
+    "named_chain": lambda inner: optax.named_chain(("clip", optax.clip(0.1)), ("inner", inner)),
+    "flatten": optax.flatten,
+    "conditionally": lambda inner: optax.conditionally_mask(inner, lambda count: count % 3 != 2),
+    "plateau": lambda inner: optax.chain(inner, contrib.reduce_on_plateau(0.7, patience=1, cooldown=1, rtol=1.0)),
+    "MultiSteps that skips": lambda inner: optax.MultiSteps(
+        inner, 2, should_skip_update_fn=optax.skip_not_finite
+    ).gradient_transformation(),
+    "mechanize": contrib.mechanize,
+}
 OPEN: list[Any] = []  # disks, which have threads and files until they are closed
 
 
@@ -548,7 +535,7 @@ def options(r: Recipe, params: Any, mode: str, folder: Path) -> dict[str, Any]:
 
 def transformation(r: Recipe, params: Any, mode: str, folder: Path, *, plain: bool = False) -> Any:
     """The optimizer, offloaded but for ``plain``."""
-    tx = wrapped(r["inside"], OPTIMIZERS[r["optimizer"]]())
+    tx = WRAPPERS[r["inside"]](OPTIMIZERS[r["optimizer"]]())
     if r["further leaf"] == "integers":
         tx = optax.partition({"train": tx, "keep": optax.set_to_zero()}, trained)
     tx = jo.with_master_params(tx) if "masters" in r["dtype"] else tx
@@ -560,7 +547,7 @@ def transformation(r: Recipe, params: Any, mode: str, folder: Path, *, plain: bo
             by_default = {"pieces": "as ever", "select": None, "order": None}  # rules name a parameter of the others
             rest = jo.offload(rest, **options(r | by_default, params, mode, folder / "rest"))
         return optax.partition({"matrix": tx, "rest": rest}, labels)
-    return wrapped(r["outside"], tx)
+    return WRAPPERS[r["outside"]](tx)
 
 
 # ---- where a state belongs -------------------------------------------------------------------------------------------
@@ -907,50 +894,35 @@ class Step:
         return run()
 
     def metrics(self, given: Any, new: Any, value: Any, grads: Any, aux: Any) -> Any:
-        found: list[Any] = [aux] if self.r["oddity to"] == "metrics" or self.r["loss has aux"] else []
-        for name in self.r["metrics"]:
-            match name:
-                case "loss":
-                    found.append(value)
-                case "norm":
-                    found.append(optax.tree.norm(grads))
-                case "literal":
-                    found.append({"float": 1.0, "int": 7, "bool": False})
-                case "numpy":
-                    found.append((np.arange(3), np.float64(2)))
-                case "batch":
-                    found.append(given["batch"])
-                case "lr":
-                    found.append(given.get("lr"))
-                case "twice":
-                    found.append([value, value, {"again": value}])
-                case "odd dict":
-                    found.append({"z": value, "a": optax.tree.norm(new["params"]), "m": optax.tree.norm(grads)})
-                case "none":
-                    found.append(None)
-                case "new norm":
-                    found.append(optax.tree.norm(new["params"]))
-                case "change":
-                    found.append(optax.tree.norm(jax.tree.map(jnp.subtract, new["params"], given["params"])))
-                case "old":
-                    found.append({"old": given["params"]})
-                case "new":
-                    found.append({"new": jax.tree.map(jnp.copy, new["params"])})
-                case "weak":
-                    found.append(jnp.asarray(2.0) * 1.0)
-                case "count in state":
-                    found.append([x + 1 for _, x in optax.tree.get_all_with_path(new["state"], "count") if x.ndim == 0])
-                case "gradients":
-                    found.append({"grads": grads})
-                case "moments":
-                    mu = optax.tree.get_all_with_path(new["state"], "mu")
-                    found.append(
-                        [
-                            optax.tree.norm(jo.to_device(x) if self.mode != "plain" or self.r["storage"] else x)
-                            for _, x in mu
-                        ]
-                    )
-        return {"metrics": found}
+        r, norm = self.r, optax.tree.norm
+        makes: dict[str, Callable[[], Any]] = {
+            "loss": lambda: value,
+            "norm": lambda: norm(grads),
+            "literal": lambda: {"float": 1.0, "int": 7, "bool": False},
+            "numpy": lambda: (np.arange(3), np.float64(2)),
+            "batch": lambda: given["batch"],
+            "lr": lambda: given.get("lr"),
+            "twice": lambda: [value, value, {"again": value}],
+            "odd dict": lambda: {"z": value, "a": norm(new["params"]), "m": norm(grads)},
+            "none": lambda: None,
+            "new norm": lambda: norm(new["params"]),
+            "change": lambda: norm(jax.tree.map(jnp.subtract, new["params"], given["params"])),
+            "old": lambda: {"old": given["params"]},
+            "new": lambda: {"new": jax.tree.map(jnp.copy, new["params"])},
+            "weak": lambda: jnp.asarray(2.0) * 1.0,
+            "count in state": lambda: [x + 1 for x in found_in(new["state"], "count") if x.ndim == 0],
+            "gradients": lambda: {"grads": grads},
+            "moments": lambda: [norm(on_device(x)) for x in found_in(new["state"], "mu")],
+        }
+
+        def found_in(state: Any, name: str) -> list[Any]:
+            return [x for _, x in optax.tree.get_all_with_path(state, name)]
+
+        def on_device(x: Any) -> Any:
+            return jo.to_device(x) if self.mode != "plain" or r["storage"] else x
+
+        found: list[Any] = [aux] if r["oddity to"] == "metrics" or r["loss has aux"] else []
+        return {"metrics": found + [makes[name]() for name in r["metrics"]]}
 
 
 # ---- running it ------------------------------------------------------------------------------------------------------
