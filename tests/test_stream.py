@@ -17,26 +17,6 @@ ADAMW = optax.adamw(1e-2)
 HOST = "pinned_host"
 
 
-def parameters():
-    shapes = {"stacked": (7, 8, 12), "embed": (97, 8), "flat": (2051,), "layers_2": (16, 16), "layers_10": (16, 16)}
-    keys = jax.random.split(jax.random.key(0), len(shapes))
-    params = {name: jax.random.normal(k, shape) for k, (name, shape) in zip(keys, shapes.items(), strict=True)}
-    return jax.device_put(params, jax.devices()[0])
-
-
-@pytest.mark.parametrize("before", [0.0, 0.6])
-def test_chunks_of_a_state_that_was_placed_otherwise(before):
-    """One step brings every leaf home, also where only a part of a parameter's state has to be streamed for it."""
-    params = parameters()
-    other = jo.offload(ADAMW, min_bytes=0, fraction=before)
-    want = jax.jit(ADAMW.update)(gradients(params), ADAMW.init(params), params)
-    for fraction in (0.4, 1.0):
-        tx = jo.offload(ADAMW, min_bytes=0, window=500, fraction=fraction)
-        got = jax.jit(tx.update)(gradients(params), other.init(params), params)
-        assert [kind == HOST for kind in kinds(got[1])] == [leaf.host for leaf in jo.placement(tx, params).leaves]
-        assert_close(got, want, 1e-6)
-
-
 @pytest.mark.parametrize("shards", [1, 2])
 def test_a_tail_is_written_in_whole_tiles_and_less_than_one(shards):
     """A TPU writes no other number of rows into host memory: 12 of 108 are left on each device."""
