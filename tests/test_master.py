@@ -12,7 +12,7 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 import jax_offload as jo
-from tests.support.trees import gradients
+from tests.support.trees import assert_close, gradients
 
 HOST = "pinned_host"
 DTYPES = {"bfloat16": (jnp.bfloat16, 15), "float16": (jnp.float16, 12)}  # and how far exponents may be apart
@@ -115,46 +115,34 @@ def test_the_low_bits_and_the_parameter_are_the_master(examples):
 
 @pytest.mark.oldest("masters, step by step")
 @pytest.mark.parametrize(("low_bits", "window"), [(False, 6000), (True, None)])
-def test_parameters_follow_their_masters_step_by_step(low_bits, window):
+def test_masters_are_the_parameters_of_a_step_in_float32(low_bits, window):
+    """As by ``update``, so by ``update_params``; offloaded or not: tests/test_equivalence.py."""
     tx = jo.offload(jo.with_master_params(ADAMW, low_bits=low_bits), min_bytes=1024, window=window)
-    params = parameters()
+    params = own = parameters()
     plain = jax.tree.map(lambda p: p.astype(jnp.float32), params)
-    states = tx.init(params), tx.init(params), ADAMW.init(plain)
-
-    @functools.partial(jax.jit, donate_argnums=(0, 1))
-    def step(params, state, k):
-        updates, state = tx.update(gradients(params, k), state, params)
-        return optax.apply_updates(params, updates), state
-
-    @functools.partial(jax.jit, donate_argnums=(0, 1))
-    def own(params, state, k):
-        return jo.update_params(tx, gradients(params, k), state, params)
-
-    @jax.jit
-    def resident(plain, state, params, k):
-        grads = jax.tree.map(lambda g: g.astype(jnp.float32), gradients(params, k))
-        updates, state = ADAMW.update(grads, state, plain)
-        return optax.apply_updates(plain, updates), state
-
-    a, b = jax.tree.map(jnp.copy, params), jax.tree.map(jnp.copy, params)
-    sa, sb, sr = states
+    state, own_state, plain_state = tx.init(params), tx.init(params), ADAMW.init(plain)
+    step, plain_step = (
+        jax.jit(lambda g, s, p, tx=tx: (optax.apply_updates(p, (new := tx.update(g, s, p))[0]), new[1]))
+        for tx in (tx, ADAMW)
+    )
     for k in range(5):
-        before = jax.tree.map(jnp.copy, a)
-        a, sa = step(a, sa, k)
-        b, sb = own(b, sb, k)
-        plain, sr = resident(plain, sr, before, k)
-        for x, y in zip(jax.tree.leaves((a, sa)), jax.tree.leaves((b, sb)), strict=True):
-            np.testing.assert_allclose(np.float32(x), np.float32(y), rtol=0, atol=0 if x.dtype != "float32" else 1e-6)
-        if not low_bits:
-            for name in "layers", "embed":
-                master = np.asarray(masters(sa)[name])
-                np.testing.assert_allclose(master, np.asarray(plain[name]), rtol=1e-6, atol=1e-7)
-                assert (np.asarray(a[name]) == master.astype(jnp.bfloat16)).all()
-    kept = masters(sa)
-    assert kept["layers"].dtype == (jnp.int16 if low_bits else jnp.float32)
-    assert kept["layers"].sharding.memory_kind == HOST
-    assert a["layers"].dtype == jnp.bfloat16 and a["layers"].sharding.memory_kind == "device"
-    assert isinstance(kept["norm"], optax.MaskedNode) and a["norm"].dtype == jnp.float32  # precise enough
+        grads = gradients(params, k)
+        wide = jax.tree.map(lambda g: g.astype(jnp.float32), grads)
+        own, own_state = jo.update_params(tx, gradients(own, k), own_state, own)
+        params, state = step(grads, state, params)
+        plain, plain_state = plain_step(wide, plain_state, plain)
+    kept = masters(state)
+    for name in "layers", "embed":
+        master = np.asarray(kept[name])
+        if low_bits:
+            high = bits(params[name]).astype(np.int64) << 16
+            master = (high + master).astype(np.uint32).view(np.float32)
+        np.testing.assert_allclose(master, plain[name], rtol=1e-5, atol=1e-6)
+        assert low_bits or (np.asarray(params[name]) == master.astype(jnp.bfloat16)).all()
+        assert kept[name].sharding.memory_kind == HOST and kept[name].dtype == (jnp.int16 if low_bits else jnp.float32)
+        assert params[name].dtype == jnp.bfloat16 and params[name].sharding.memory_kind == "device"
+    assert isinstance(kept["norm"], optax.MaskedNode) and params["norm"].dtype == jnp.float32  # precise enough
+    assert_close((own, own_state), (params, state), 1e-5)
 
 
 @pytest.mark.parametrize("low_bits", [False, True])

@@ -13,7 +13,8 @@ import optax
 import pytest
 
 import jax_offload as jo
-from tests.support.trees import kinds_of, shardings_in
+from tests.support.steps import assert_placed
+from tests.support.trees import assert_equal, kinds_of, shardings_in
 
 pytestmark = pytest.mark.oldest("shardings and memory kinds of states")
 
@@ -32,19 +33,15 @@ def trained(tx, p, n=3):
     return p, state
 
 
-def equal(a, b):
-    jax.tree.map(np.testing.assert_array_equal, a, b)
-
-
 def test_to_device_and_back():
     tx, p = jo.offload(optax.adamw(1e-3), fraction=0.5, min_bytes=0), params()
     _, state = trained(tx, p)
     resident = jo.to_device(state)
     assert set(jax.tree.leaves(kinds_of(resident))) == {DEVICE}
-    equal(resident, state)
+    assert_equal(resident, state)
     for back in (jo.to_host(tx, resident), jo.to_host(tx, resident, p), jax.jit(lambda s: jo.to_host(tx, s))(resident)):
         assert kinds_of(back) == kinds_of(state)
-        equal(back, state)
+        assert_equal(back, state)
 
 
 @pytest.mark.parametrize("abstract", [False, True])
@@ -53,22 +50,9 @@ def test_abstract_state(abstract):
     tx = optax.chain(optax.clip(1.0), jo.offload(optax.adamw(1e-3), fraction=0.5, min_bytes=0))
     given = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), p) if abstract else p
     state, like = tx.init(p), jo.abstract_state(tx, given)
-    jax.tree.map(lambda x, a: (_same(x, a), None)[1], state, like)
+    assert_placed(state, like)
     out = jax.jit(tx.init, out_shardings=shardings_in(like))(p)
     assert shardings_in(out) == shardings_in(like)
-
-
-def _same(x, a):
-    assert (x.shape, x.dtype, x.sharding.memory_kind) == (a.shape, a.dtype, a.sharding.memory_kind)
-    assert x.sharding.is_equivalent_to(a.sharding, a.ndim)
-
-
-def _step(tx):
-    def step(params, state, grads):
-        updates, state = tx.update(grads, state, params)
-        return optax.apply_updates(params, updates), state
-
-    return step
 
 
 def test_a_step_lowers_with_abstract_state():
@@ -76,7 +60,7 @@ def test_a_step_lowers_with_abstract_state():
     p, tx = params(), jo.offload(optax.adamw(1e-3), min_bytes=0)
     like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), p)
     state = jo.abstract_state(tx, like)
-    traced = jax.jit(_step(tx), donate_argnums=(0, 1)).trace(like, state, like)
+    traced = jax.jit(tx.update, donate_argnums=(0, 1)).trace(like, state, like)
     memory = [aval.memory_space for aval in traced.jaxpr.in_avals]
     assert memory.count(jax.memory.Space.Host) == 4
     with warnings.catch_warnings():
@@ -94,9 +78,7 @@ def test_to_host_without_params_refuses_to_guess():
     with pytest.raises(ValueError, match=r"state: \[0\].nu.* float32, .* bfloat16.*pass params"):
         jo.to_host(tx, resident)
     moved = jo.to_host(tx, resident, params)
-    assert [x.sharding.memory_kind for x in jax.tree.leaves(moved)] == [
-        x.sharding.memory_kind for x in jax.tree.leaves(tx.init(params))
-    ]
+    assert kinds_of(moved) == kinds_of(tx.init(params))
 
 
 @pytest.mark.parametrize(
@@ -114,7 +96,7 @@ def test_to_host_of_what_pickle_or_numpy_has_brought_to_the_device(through, jitt
     for args in ((given,), (given, p)):
         back = jax.jit(lambda s, *p: jo.to_host(tx, s, *p))(*args) if jitted else jo.to_host(tx, *args)
         assert kinds_of(back) == kinds_of(state)
-        equal(back, state)
+        assert_equal(back, state)
     traced = jax.jit(lambda: jo.to_host(tx, given, jax.tree.map(jnp.ones_like, p)))()
     assert kinds_of(traced) == kinds_of(state)
 
@@ -125,7 +107,7 @@ def test_numpy_goes_to_host_memory_of_the_parameters_devices():
     tx = jo.offload(optax.adamw(1e-3), min_bytes=0)
     state = tx.init(p)
     back = jo.to_host(tx, jax.tree.map(np.asarray, state), p)
-    jax.tree.map(lambda x, y: (_same(x, y), None)[1], back, state)
+    assert_placed(back, state)
 
 
 def documented():
