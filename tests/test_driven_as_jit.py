@@ -20,6 +20,7 @@ import jax_offload as jo
 from tests.support.random_steps import compiles
 
 WAYS = ("jit", "update_on", "disk")
+FAR = jax.device_put(np.full(3, 2, np.float32), jax.devices()[1])
 RATES = np.linspace(0.5, 1.5, 64, dtype=np.float32).reshape(8, 8)
 
 
@@ -155,6 +156,7 @@ FEATURES = {
         lambda tx, p, s, x, a: (*plain(tx, p, s, x), a), ((x_of(0), jnp.ones(3)),), {"donate_argnums": (0, 1, 3)}
     ),
     "a jitted loss with a constant": Feature(jitted_loss_with_constant),
+    "a constant from another device": Feature(lambda tx, p, s, x: (*plain(tx, p, s, x), FAR * x[0, 0])),
     "one array twice": Feature(same_twice, ((x_of(0), *(jnp.ones(4),) * 2),) * 2),
     "shardings of the results": Feature(
         plain, options={"out_shardings": (jax.sharding.SingleDeviceSharding(jax.devices()[0]), None)}
@@ -268,6 +270,7 @@ def test_parameters_that_the_cores_read_are_donated_as_under_jit(who, tmp_path):
 SETTINGS = {
     "no tracer outlives its trace": jax.checking_leaks,
     "no transfer that nobody asked for": functools.partial(jax.transfer_guard, "disallow"),
+    "jax finds no fault in the programs": functools.partial(jax.enable_checks, True),
 }
 
 
@@ -390,27 +393,6 @@ def test_arguments_on_two_devices(way, tmp_path):
         step(p, s, x_of(0), far, True)
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_a_constant_from_another_device(way, tmp_path):
-    tx, far = offloaded(way, tmp_path), jax.device_put(jnp.full(3, 2.0), jax.devices()[1])
-    p = jax.device_put(jnp.eye(8), jax.devices()[0])
-    *_, found = jo.jit(lambda p, s, x: (*plain(tx, p, s, x), far * x[0, 0]))(p, tx.init(p), np.ones((4, 8), np.float32))
-    assert found.sharding.device_set == {jax.devices()[0]}
-    np.testing.assert_array_equal(found, [2, 2, 2])
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_jax_finds_no_fault_in_the_programs(way, tmp_path, recwarn):
-    tx = offloaded(way, tmp_path)
-    p = jax.device_put(jnp.eye(8), jax.devices()[0])
-    jax.config.update("jax_enable_checks", True)
-    try:
-        jo.jit(signature(plain, tx), donate_argnums=(0, 1))(p, tx.init(jnp.copy(p)), x_of(0))
-    finally:
-        jax.config.update("jax_enable_checks", False)
-    assert not [str(w.message) for w in recwarn if "jax_offload" in str(w.message)]
-
-
 # ---- jo.jit itself --------------------------------------------------------------------------------------------------
 
 
@@ -443,6 +425,14 @@ def test_disabled():
 
     with jax.disable_jit():
         assert jo.jit(step)(jnp.ones(3)).sum() == 6
+
+
+def test_method():
+    class Model:
+        by = 3
+        __call__ = jo.jit(lambda self, x: self.by * x, static_argnums=0)
+
+    assert Model()(jnp.ones(3)).sum() == 9
 
 
 def test_exported():

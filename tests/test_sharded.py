@@ -140,12 +140,13 @@ REPLICATED = jax.tree.map(lambda _: P(), SPECS, is_leaf=lambda s: isinstance(s, 
 @pytest.mark.oldest("meshes with Auto and Explicit axes")
 @pytest.mark.parametrize("axes", [AxisType.Auto, AxisType.Explicit])
 def test_zero_1(axes):
-    """Beside axes of the parameters. Of replicated parameters: tests/test_equivalence.py."""
+    """Beside axes of the parameters, which are abstract at first. Of replicated ones: tests/test_equivalence.py."""
     mesh = mesh_of(axes)
     with jax.set_mesh(mesh):
         params, grads = network(mesh), network(mesh, seed=100)
         tx = jo.offload(OPTIMIZERS["clip"], min_bytes=0, shard_over="data", window=1)
-        state = tx.init(params)
+        abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), params)
+        state = jax.jit(tx.init, out_shardings=shardings_in(jo.abstract_state(tx, abstract)))(params)
         expected = optax.tree.map_params(tx, lambda x, spec: spec, state, ZERO, transform_non_params=lambda x: P())
         assert_state(state, expected, tx, params)
         params, state = run(tx, params, grads)
@@ -289,60 +290,33 @@ def test_a_resident_state_is_divided_in_its_first_step_or_by_to_host():
     assert_close(state, resident(OPTIMIZERS["adamw"], 1)[1], 2e-5)
 
 
-@pytest.mark.oldest("shardings of abstract parameters")
-def test_init_under_jit_and_abstract_parameters():
-    """Nothing is materialised on the way: shapes and shardings are all that it takes."""
-    mesh = mesh_of(AxisType.Auto)
-    abstract = jax.tree.map(
-        lambda s, spec: jax.ShapeDtypeStruct(s, jnp.float32, sharding=NamedSharding(mesh, spec)),
-        SHAPES, REPLICATED, is_leaf=is_shape)  # fmt: skip
-    tx = jo.offload(OPTIMIZERS["adamw"], min_bytes=0, shard_over="data")
-    shardings = shardings_in(jo.abstract_state(tx, abstract))
-    state = jax.jit(tx.init, out_shardings=shardings)(network(mesh, REPLICATED))
-    assert jax.tree.map(lambda x: x.sharding, state) == shardings
-    assert spec_of(state[0].mu["layers"]["w"]) == (None, ("data",))
+MAPPED = {  # what varies over other axes must not be gated with the rest: types say so
+    "one spec": ((8,), {"w": P("a")}),
+    "two specs": ((2, 2), {"w": P("a"), "v": P("a", "b")}),
+}
 
 
 @pytest.mark.oldest("shard_map")
-def test_under_shard_map():
+@pytest.mark.parametrize("case", MAPPED)
+def test_under_shard_map(case):
     """Every device updates its own part of everything, in chunks: shapes there are local, and divided no further."""
-    mesh = mesh_of(AxisType.Auto, (8,), ("x",))
-    sharding = NamedSharding(mesh, P("x"))
-    rng = np.random.default_rng(0)
-    params, grads = (
-        jax.device_put({"w": rng.standard_normal((8 * 4, 32, 16), np.float32)}, sharding) for _ in range(2)
-    )
-    tx = jo.offload(optax.adamw(1e-2), min_bytes=0, window=1)
+    shape, specs = MAPPED[case]
+    mesh, rng = mesh_of(AxisType.Auto, shape, ("a", "b")[: len(shape)]), np.random.default_rng(0)
+    values = {name: rng.standard_normal((4 * shape[0], 32, 16), np.float32) for name in specs}
+    params = {name: jax.device_put(x, NamedSharding(mesh, specs[name])) for name, x in values.items()}
+    plain = optax.adamw(1e-2)
+    tx = jo.offload(plain, min_bytes=0, window=1)
     state = tx.init(params)
-    specs = jax.tree.map(lambda x: P("x") if x.ndim else P(), (grads, state, params))
+    of_state = jax.tree.map(lambda x: x.sharding.spec if x.ndim else P(), state)
     step = jax.jit(
-        jax.shard_map(tx.update, mesh=mesh, in_specs=specs, out_specs=specs[:2]),
-        out_shardings=jax.tree.map(lambda x: x.sharding, (grads, state)),
+        jax.shard_map(tx.update, mesh=mesh, in_specs=(specs, of_state, specs), out_specs=(specs, of_state)),
+        out_shardings=shardings_in((params, state)),
     )
-    streams = {leaf.streams for leaf in jo.placement(step, grads, state, params).leaves if leaf.host}
-    assert streams == {"4 chunks of axis 0, 2 leaves together"}
-    got = step(grads, state, params)
-    want = optax.adamw(1e-2).update(jax.device_get(grads), optax.adamw(1e-2).init(params), jax.device_get(params))
-    assert_close(got, want, 2e-5)
+    streams = {leaf.streams for leaf in jo.placement(step, params, state, params).leaves if leaf.host}
+    assert case == "two specs" or streams == {"4 chunks of axis 0, 2 leaves together"}
+    got = step(params, state, params)
+    assert_close(got, plain.update(values, plain.init(values), values), 2e-5)
     assert got[1][0].mu["w"].sharding.memory_kind == HOST
-
-
-@pytest.mark.oldest("shard_map")
-def test_under_shard_map_with_two_specs():
-    """What varies over other axes must not be gated with the rest: types say so."""
-    mesh = jax.make_mesh((2, 2), ("a", "b"), axis_types=(AxisType.Auto,) * 2)
-    rng = np.random.default_rng(0)
-    specs = {"w": P("a"), "v": P("a", "b")}
-    params = {
-        k: jax.device_put(rng.standard_normal((16, 8), np.float32), NamedSharding(mesh, s)) for k, s in specs.items()
-    }
-    tx = jo.offload(optax.adam(1e-2), min_bytes=0)
-    state = tx.init(params)
-    spec = jax.tree.map(lambda x: x.sharding.spec if x.ndim else P(), state)
-    step = jax.shard_map(tx.update, mesh=mesh, in_specs=(specs, spec, specs), out_specs=(specs, spec))
-    got = jax.jit(step)(params, state, params)
-    plain, host = optax.adam(1e-2), jax.device_get(params)
-    assert_close(got, plain.update(host, plain.init(host), host), 2e-5)
 
 
 def test_looking_is_not_remembered_and_two_layouts_are_an_error():
