@@ -17,7 +17,7 @@ from jax.sharding import AxisType, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_offload as jo
-from tests.support.donations import CASES, KIND, buffers, create, on_device
+from tests.support.donations import CASES, KIND, buffers, create, make, on_device
 from tests.support.trees import FAST, shardings_in
 
 pytestmark = pytest.mark.filterwarnings("ignore:Some donated buffers were not usable")
@@ -28,11 +28,6 @@ DEVICE = on_device()
 @cache
 def optimizer(fraction):
     return jo.offload(optax.adam(1e-2), fraction=fraction, min_bytes=0)
-
-
-def make(case, fraction):
-    build, donate, state_first, _ = CASES[case]
-    return build(donate, state_first, optimizer(fraction))
 
 
 def kind(attributes):
@@ -80,7 +75,8 @@ def commit(tree):
 @pytest.mark.parametrize("platform", ["cuda", "tpu"])
 def test_donation_crosses_no_memory_kinds(case, platform):
     """Which values the steps give with what is donated: tests/test_random_steps.py."""
-    step, args, donate, _ = make(case, 0.5)
+    step, args, _ = make(case, optimizer(0.5))
+    donate = CASES[case][1]
     for arguments in args, commit(args):
         aliases, donors = pairs(jax.jit(step, donate_argnums=donate), *arguments, platform=platform)
         assert not crossed(aliases)
@@ -92,9 +88,9 @@ def test_donation_crosses_no_memory_kinds(case, platform):
 @pytest.mark.oldest("aliases that jax takes for it")
 @pytest.mark.parametrize("case", [case for case, (*_, unsafe) in CASES.items() if any(unsafe)])
 def test_donation_with_out_shardings(case):
-    step, args, donate, _ = make(case, 1.0)
+    step, args, _ = make(case, optimizer(1.0))
     out_shardings = one_device(types(step, args))
-    donating = jax.jit(step, donate_argnums=donate, out_shardings=out_shardings, compiler_options=FAST)
+    donating = jax.jit(step, donate_argnums=CASES[case][1], out_shardings=out_shardings, compiler_options=FAST)
     assert not crossed(pairs(donating, *args)[0])
     out = donating(*args)
     assert shardings_in(out) == out_shardings
@@ -151,16 +147,12 @@ def exported(params, state):
 
 
 def inside_shard_map(params, state):
-    specs = P("x"), jax.tree.map(lambda s: s.spec, shardings_in(jo.abstract_state(optimizer(1.0), on_a_mesh()[0])))
+    specs = P("x"), jax.tree.map(lambda x: P("x") if x.ndim else P(), state)
     return jax.shard_map(update, mesh=over_four().mesh, in_specs=specs, out_specs=specs)(params, state)
 
 
 def over_four():
     return NamedSharding(jax.make_mesh((4,), ("x",), axis_types=(AxisType.Auto,)), P("x"))
-
-
-def on_a_mesh():
-    return begun(over_four())
 
 
 CALLS = (
@@ -170,7 +162,7 @@ CALLS = (
         "a resident state": (update, resident, 1),  # migration, as docs/state.md shows it
         "a resident state, and parameters": (update, resident, (0, 1)),
         "export": (exported, begun, 1),
-        "shard_map": (inside_shard_map, on_a_mesh, 1),
+        "shard_map": (inside_shard_map, lambda: begun(over_four()), 1),
         "init itself": (lambda p: (optimizer(1.0).init(p), jax.tree.map(jnp.sin, p)), lambda: begun()[:1], 0),
         "to_host": (lambda s: jo.to_host(optimizer(1.0), s), lambda: resident()[1:], 0),
         "to_device": (jo.to_device, lambda: begun()[1:], 0),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import jax
@@ -12,7 +11,7 @@ from jax.tree_util import keystr, tree_flatten_with_path
 
 import jax_offload as jo
 from benchmarks.parts import where
-from tests.support.donations import CASES, STEPS, arrays, buffers
+from tests.support.donations import CASES, STEPS, arrays, buffers, make
 
 # A wrong reuse of a buffer may end the process: then a new one runs the rest.
 ALONE = False
@@ -50,18 +49,16 @@ def run(name: str, toy: bool) -> dict[str, Any]:
 def compared(name: str) -> dict[str, Any]:
     """Compare some steps with donation with the same steps without."""
     case, fraction = name.split("; fraction ")
-    build, donate, state_first, _ = CASES[case]
+    donate = CASES[case][1]
     tx = jo.offload(optax.adam(1e-2), fraction=float(fraction), min_bytes=0)
-    make = partial(build, state_first=state_first, tx=tx)
-
-    step, args, _, following = make(())
+    step, args, following = make(case, tx)
     plain, expected = jax.jit(step), []
     for _ in range(STEPS):
         out = plain(*args)
         expected.append((fetched(out), where.kinds(out)))
         args = following(args, out)
 
-    step, args, _, following = make(donate)
+    step, args, following = make(case, tx)  # in buffers of its own
     donating = jax.jit(step, donate_argnums=donate)
     wrong, worst, reused, kinds = [], 0.0, [], {}
     for i, (values, places) in enumerate(expected):

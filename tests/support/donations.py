@@ -31,102 +31,66 @@ def create(tx, sharding=None):
     return params, tx.init(params)
 
 
-# Training steps. Each gives (step, arguments, donate_argnums, the next arguments from (arguments, results)).
-
-
-def train_step(donate, state_first, tx):
-    def step(params, state, x):
-        loss, grads = jax.value_and_grad(loss_fn)(params, x)
-        updates, state = tx.update(grads, state, params)
-        params = optax.apply_updates(params, updates)
-        return ((state, params) if state_first else (params, state)), loss
-
-    return (
-        step,
-        (*create(tx), BATCH),
-        donate,
-        lambda args, out: (*out[0][:: -1 if state_first else 1], args[2]),
-    )
-
-
-def apply_gradients(donate, state_first, tx):
-    """optax's order of arguments. More device buffers are donated than there are device results."""
-
-    def step(grads, state, params):
-        updates, state = tx.update(grads, state, params)
-        params = optax.apply_updates(params, updates)
-        return (state, params) if state_first else (params, state)
-
-    def following(args, out):
-        params, state = out[:: -1 if state_first else 1]
-        return jax.tree.map(jnp.sin, params), state, params
-
-    params, state = create(tx)
-    return step, (jax.tree.map(jnp.sin, params), state, params), donate, following
-
-
-def train_state(donate, state_first, tx):
-    """A step that returns its gradients too."""
-
-    def step(state, x):
-        loss, grads = jax.value_and_grad(state.apply_fn)(state.params, x)
-        state = state.apply_gradients(grads=grads)
-        return (state, (loss, grads)) if state_first else ((loss, grads), state)
-
-    state = TrainState.create(apply_fn=loss_fn, params=create(tx)[0], tx=tx)
-    state = state.replace(step=jax.device_put(jnp.int32(0), on_device()))
-    return step, (state, BATCH), donate, lambda args, out: (out[0 if state_first else 1], args[1])
-
-
-def with_average(donate, state_first, tx):
-    """An average of the parameters, which has their types, stands between them and the state."""
-
-    def step(params, state, average, x):
-        grads = jax.grad(loss_fn)(params, x)
-        updates, state = tx.update(grads, state, params)
-        params = optax.apply_updates(params, updates)
-        average = optax.incremental_update(params, average, 0.1)
-        return (state, average, params) if state_first else (params, average, state)
-
-    def following(args, out):
-        params, average, state = out[:: -1 if state_first else 1]
-        return params, state, average, args[3]
-
-    params, state = create(tx)
-    return step, (params, state, jax.tree.map(jnp.sin, params), BATCH), donate, following
-
-
-def both_in_one(donate, state_first, tx):
-    """``update_params``, which returns new parameters."""
-
-    def step(params, state, x):
-        new = jo.update_params(tx, jax.grad(loss_fn)(params, x), state, params)
-        return new[::-1] if state_first else new
-
-    return step, (*create(tx), BATCH), donate, lambda args, out: (*out[:: -1 if state_first else 1], args[2])
-
-
-# What is donated -> what is returned: the step, and whether jax by itself pairs buffers of different memory kinds
-# (without out_shardings; with them for every result, but an uncommitted argument).
+STEP = "params state x"
+GRADS = "grads state params"  # optax's order of arguments; more buffers are donated than there are device results
+AVERAGE = "params state average x"  # of the parameters, which has their types
+# What is donated -> what is returned: arguments, those donated, results; and whether jax by itself pairs buffers of
+# different memory kinds (without out_shardings; with them for every result, but an uncommitted argument).
 CASES = {
-    "params -> params, state": (train_step, 0, False, (False, False)),
-    "params -> state, params": (train_step, 0, True, (True, True)),
-    "state -> params, state": (train_step, 1, False, (True, True)),
-    "state -> state, params": (train_step, 1, True, (False, False)),
-    "params and state -> params, state": (train_step, (0, 1), False, (False, False)),
-    "params and state -> state, params": (train_step, (0, 1), True, (True, True)),
-    "grads, state and params -> params, state": (apply_gradients, (0, 1, 2), False, (False, False)),
-    "grads, state and params -> state, params": (apply_gradients, (0, 1, 2), True, (True, False)),
-    "grads and params -> params, state": (apply_gradients, (0, 2), False, (True, False)),
-    "grads and params -> state, params": (apply_gradients, (0, 2), True, (True, False)),
-    "all -> average between": (with_average, (0, 1, 2), False, (True, True)),
-    "all -> state first": (with_average, (0, 1, 2), True, (True, True)),
-    "state and average -> average between": (with_average, (1, 2), False, (True, True)),
-    "update_params: state -> params, state": (both_in_one, 1, False, (True, True)),
-    "update_params: all -> state, params": (both_in_one, (0, 1), True, (True, True)),
-    "TrainState -> TrainState, grads": (train_state, 0, True, (False, False)),
-    "TrainState -> grads, TrainState": (train_state, 0, False, (True, True)),
+    "params -> params, state": (STEP, 0, "params state loss", (False, False)),
+    "params -> state, params": (STEP, 0, "state params loss", (True, True)),
+    "state -> params, state": (STEP, 1, "params state loss", (True, True)),
+    "state -> state, params": (STEP, 1, "state params loss", (False, False)),
+    "params and state -> params, state": (STEP, (0, 1), "params state loss", (False, False)),
+    "params and state -> state, params": (STEP, (0, 1), "state params loss", (True, True)),
+    "grads, state and params -> params, state": (GRADS, (0, 1, 2), "params state", (False, False)),
+    "grads, state and params -> state, params": (GRADS, (0, 1, 2), "state params", (True, False)),
+    "grads and params -> params, state": (GRADS, (0, 2), "params state", (True, False)),
+    "grads and params -> state, params": (GRADS, (0, 2), "state params", (True, False)),
+    "all -> average between": (AVERAGE, (0, 1, 2), "params average state", (True, True)),
+    "all -> state first": (AVERAGE, (0, 1, 2), "state average params", (True, True)),
+    "state and average -> average between": (AVERAGE, (1, 2), "params average state", (True, True)),
+    "update_params: state -> params, state": (STEP, 1, "params state", (True, True)),
+    "update_params: all -> state, params": (STEP, (0, 1), "state params", (True, True)),
+    "TrainState -> TrainState, grads": ("train x", 0, "train loss grads", (False, False)),
+    "TrainState -> grads, TrainState": ("train x", 0, "loss grads train", (True, True)),
 }
+
+
+def make(case, tx):
+    """The step of a case, its arguments, and the next arguments as a function of (arguments, results)."""
+    takes, _, returns, _ = CASES[case]
+    takes, returns = takes.split(), returns.split()
+    params, state = create(tx)
+    train = TrainState.create(apply_fn=loss_fn, params=params, tx=tx)
+    train = train.replace(step=jax.device_put(jnp.int32(0), on_device()))
+    grads, average = (jax.tree.map(jnp.sin, params) for _ in range(2))
+    values = {"params": params, "state": state, "grads": grads, "average": average, "train": train, "x": BATCH}
+
+    def step(*args):
+        given = dict(zip(takes, args, strict=True))
+        params = given["train"].params if "train" in given else given["params"]
+        new = dict(given)
+        if "grads" not in given:
+            new["loss"], new["grads"] = jax.value_and_grad(loss_fn)(params, given["x"])
+        if "train" in given:
+            new["train"] = given["train"].apply_gradients(grads=new["grads"])
+        elif "update_params" in case:
+            new["params"], new["state"] = jo.update_params(tx, new["grads"], given["state"], params)
+        else:
+            updates, new["state"] = tx.update(new["grads"], given["state"], params)
+            new["params"] = optax.apply_updates(params, updates)
+        if "average" in given:
+            new["average"] = optax.incremental_update(new["params"], given["average"], 0.1)
+        return tuple(new[name] for name in returns)
+
+    def following(args, out):
+        new = dict(zip(takes, args, strict=True)) | dict(zip(returns, out, strict=True))
+        if "grads" in takes:
+            new["grads"] = jax.tree.map(jnp.sin, new["params"])
+        return tuple(new[name] for name in takes)
+
+    return step, tuple(values[name] for name in takes), following
 
 
 def buffers(tree):
