@@ -2,7 +2,6 @@
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 import pytest
 from jax.sharding import AxisType, NamedSharding, SingleDeviceSharding
@@ -62,40 +61,10 @@ def test_an_update_that_needs_arguments_says_so():
     assert all(leaf.streams for leaf in jo.placement(tx, PARAMS, value=1.0).leaves if leaf.host)
 
 
-NAMES = ["first", "zebra", "apple", "last"]  # in the order of the forward pass
-
-
-def order_of_streaming(tx, between=lambda grads: grads):
-    """The parameters' names in the order in which a step loads their state."""
-    params = {name: S((32, 32), jnp.float32) for name in NAMES}
-
-    def loss(params, x):
-        for name in NAMES:
-            x = jnp.tanh(x @ params[name])
-        return x.sum()
-
-    def step(params, state, x):
-        return tx.update(between(jax.grad(loss)(params, x)), state, params)
-
-    traced = jax.jit(step).trace(params, jo.abstract_state(tx, params), S((4, 32), jnp.float32))
-    return [leaf.removeprefix("0/mu/") for leaf, _ in in_scope(traced, "prefetch") if leaf.startswith("0/mu/")]
-
-
-def test_what_the_trace_does_not_tell_is_guessed_from_the_paths():
-    in_one_equation = lambda grads: jax.lax.scan(lambda g, _: (jax.tree.map(jnp.negative, g), None), grads, length=2)[0]  # noqa: E731
-    tx = jo.offload(optax.adam(1e-3), min_bytes=0)
-    assert order_of_streaming(tx, in_one_equation) == sorted(NAMES, reverse=True)
-
-
-def test_order_goes_before_the_trace():
-    tx = jo.offload(optax.adam(1e-3), min_bytes=0, order=["zebra", "first|last"])
-    assert order_of_streaming(tx) == ["zebra", "last", "first", "apple"]
-
-
 @pytest.mark.parametrize(
     ("names", "order", "taken"),
     [
-        (NAMES, ["apple", "first"], {"apple", "first"}),
+        (["first", "zebra", "apple", "last"], ["apple", "first"], {"apple", "first"}),
         (["a1", "a2", "b1", "b2"], ["2", "a", "b"], {"a2", "b2"}),  # the first rule that matches counts
         (["embed", "layers_2", "layers_10", "head"], None, {"layers_10", "layers_2"}),  # numbers count as numbers
     ],
@@ -123,21 +92,14 @@ def test_chunks_of_a_sharded_leaf_need_no_collectives(axes, shape, spec, how):
     mesh = jax.make_mesh((8,), ("d",), axis_types=(axes,))
     sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*spec))
     with jax.set_mesh(mesh):
-        params = jax.device_put({"w": jax.random.normal(jax.random.key(0), shape)}, sharding)
-        inner = optax.adamw(1e-3)
-        tx = jo.offload(inner, min_bytes=0, window=2**15)
-        state = tx.init(params)
+        params = {"w": S(shape, jnp.float32, sharding=sharding)}
+        tx = jo.offload(optax.adamw(1e-3), min_bytes=0, window=2**15)
+        state = jo.abstract_state(tx, params)
         assert jo.placement(tx, params).leaves[1].streams == f"{how}, 2 leaves together"
-        step = jax.jit(tx.update, out_shardings=(shardings_in(params), shardings_in(jo.abstract_state(tx, params))))
-        compiled = step.lower(params, state, params).compile()
+        step = jax.jit(tx.update, out_shardings=shardings_in((params, state)))
+        compiled = step.lower(params, state, params).compile().as_text()
         for collective in ("all-gather", "all-reduce", "all-to-all", "collective-permute"):
-            assert collective not in compiled.as_text()
-        updates, state = compiled(params, state, params)
-        expected, expected_state = inner.update(params, inner.init(params), params)
-    np.testing.assert_allclose(updates["w"], expected["w"], rtol=1e-6)
-    np.testing.assert_allclose(state[0].nu["w"], expected_state[0].nu["w"], rtol=1e-6)
-    assert state[0].mu["w"].sharding.memory_kind == "pinned_host"
-    assert state[0].mu["w"].sharding.is_equivalent_to(sharding.with_memory_kind("pinned_host"), len(shape))
+            assert collective not in compiled
 
 
 @pytest.mark.parametrize("abstract", [False, True], ids=["mesh", "abstract mesh"])

@@ -1,5 +1,6 @@
 """Unrolled layers: which updates stand among the passes, which follow them, and what ``placement`` says of both."""
 
+import functools
 import re
 
 import jax
@@ -135,36 +136,47 @@ def test_why_an_update_is_left_in_one_piece(said):
     assert_close((got[0], got[2]), (want[0], want[2]), 1e-6)
 
 
-AFTER = {
-    "nothing": lambda g: g,
-    "a cast and a scale": lambda g: (g * 0.5).astype(jnp.bfloat16) / 7,
-    "a strong number": lambda g: g * jnp.float32(2),
-    "a choice": lambda g: jnp.where(jnp.isfinite(g), g, 0),
-    "a clip by value": lambda g: jnp.clip(g, -1, 1),
-    "nan_to_num": jnp.nan_to_num,
+def each(change):
+    return functools.partial(jax.tree.map, change)
+
+
+def in_one_equation(grads):
+    return jax.lax.scan(lambda g, _: (jax.tree.map(jnp.negative, g), None), grads, length=2)[0]
+
+
+NAMES = ["b", "d", "a", "c"]  # in the order of the forward pass
+ORDERS = {  # what happens to the gradients, order=, and the order in which leaves are loaded: the last layer first
+    "nothing": (each(lambda g: g), None, "cadb"),
+    "a cast and a scale": (each(lambda g: (g * 0.5).astype(jnp.bfloat16) / 7), None, "cadb"),
+    "a strong number": (each(lambda g: g * jnp.float32(2)), None, "cadb"),
+    "a choice": (each(lambda g: jnp.where(jnp.isfinite(g), g, 0)), None, "cadb"),
+    "a clip by value": (each(lambda g: jnp.clip(g, -1, 1)), None, "cadb"),
+    "nan_to_num": (each(jnp.nan_to_num), None, "cadb"),
+    "one equation of all, so that paths decide": (in_one_equation, None, "dcba"),
+    "order=": (each(lambda g: g), ["d", "b|c"], "dcba"),
 }
 
 
 @pytest.mark.parametrize("jit", [jax.jit, jo.jit], ids=["jax", "jo"])
-@pytest.mark.parametrize("after", AFTER)
-def test_leaves_are_loaded_in_the_order_of_their_gradients(after, jit):
-    """Last layer first, whatever the names; casts and scales come in the order of the tree, and are looked through."""
-    tx, names = jo.offload(optax.sgd(0.1, momentum=0.9), **OPTIONS), ["b", "d", "a", "c"]
-    params = dict(zip(names, [p for p in parameters().values() if p.ndim > 1], strict=False))
+@pytest.mark.parametrize("case", ORDERS)
+def test_leaves_are_loaded_in_the_order_of_their_gradients(case, jit):
+    """Whatever the names; casts and scales come in the order of the tree, and are looked through."""
+    change, order, expected = ORDERS[case]
+    tx = jo.offload(optax.sgd(0.1, momentum=0.9), order=order, **OPTIONS)
+    params = dict(zip(NAMES, [p for p in parameters().values() if p.ndim > 1], strict=False))
 
     def step(params, state, x):
         def loss(params):
             y = x
-            for name in names:
+            for name in NAMES:
                 y = jnp.tanh(y @ params[name])
             return (y**2).mean()
 
-        grads = jax.tree.map(AFTER[after], jax.grad(loss)(params))
-        return jo.update_params(tx, grads, state, params)
+        return jo.update_params(tx, change(jax.grad(loss)(params)), state, params)
 
     loads = in_scope(jit(step).trace(params, tx.init(params), batch()), "prefetch")
-    order = [re.search("[abcd]$", leaf)[0] for leaf, text in loads if "annotate_device_placement" in text]
-    assert [*dict.fromkeys(order)] == names[::-1]
+    found = [re.search("[abcd]$", leaf)[0] for leaf, text in loads if "annotate_device_placement" in text]
+    assert "".join(dict.fromkeys(found)) == expected
 
 
 MESHES = {
@@ -220,3 +232,27 @@ def test_where_an_update_runs_under_plain_jit(tx, rows, apart):
 def test_clipping_outside_is_seen_in_the_trace(rows, apart):
     tx = optax.chain(optax.clip_by_global_norm(0.1), jo.offload(ADAMW, **OPTIONS))
     assert ("once the backward pass is over" in said_under(jax.jit, tx, rows, update_params=False)) == apart
+
+
+@pytest.mark.parametrize("inner", [ADAMW, CLIPPED])
+def test_on_a_cpu_nothing_orders_transfers(inner):
+    """The program has no more loops and barriers than the plain one, so that XLA compiles it as fast."""
+    params, count = parameters(192), {}
+    for tx in inner, jo.offload(inner):
+        text = jax.jit(step_of(tx)).lower(params, tx.init(params), batch(width=192)).compile().as_text()
+        count[tx] = [text.count(what) for what in (" while(", " call(", " fusion(")]
+    plain, offloaded = count.values()
+    assert offloaded == plain and plain[:2] == [0, 0]
+
+
+@pytest.mark.parametrize("inner", [ADAMW, CLIPPED])
+def test_what_is_lowered_for_a_gpu_computes_the_same(inner):
+    """Small leaves are updated in a loop there that runs once and overwrites them. Its program runs on a CPU too."""
+    tx, params, x = jo.offload(inner), parameters(192), batch(width=192)
+    state, step = tx.init(params), step_of(tx)
+    no_checks = jax.export.DisabledSafetyCheck
+    checks = [no_checks.platform(), no_checks.custom_call("annotate_device_placement")]
+    exported = jax.export.export(jax.jit(step), platforms=["cuda"], disabled_checks=checks)(params, state, x)
+    assert exported.mlir_module().count("stablehlo.while") == 1
+    want = jax.jit(step_of(inner))(params, inner.init(params), x)
+    assert_close(jax.jit(exported.call)(params, state, x), want, 1e-6)
