@@ -47,7 +47,7 @@ def plain(tx, p, s, x):
 
 def with_flag(tx, p, s, x, flag=2):
     """True is not 1: a mean, or a factor."""
-    factor = 3 if flag is True else flag
+    factor = 3 if flag is True else getattr(flag, "factor", flag)
     return *updated(tx, p, s, jax.grad(loss)(p, x) * factor), factor * loss(p, x)
 
 
@@ -118,24 +118,13 @@ class Feature:
     around: tuple = ()
 
 
-class Config:  # hashable, and a pytree with an array in it
-    def __init__(self, factor):
-        self.factor = factor
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["factor"], meta_fields=[])
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """Hashable, and a pytree with an array in it."""
 
-    def __hash__(self):
-        return 0
+    factor: np.generic
 
-    def __eq__(self, other):
-        return isinstance(other, Config) and self.factor == other.factor
-
-    def __rmul__(self, other):
-        return other * self.factor
-
-    def __mul__(self, other):
-        return self.factor * other
-
-
-jax.tree_util.register_pytree_node(Config, lambda c: ((c.factor,), None), lambda _, xs: Config(*xs))
 
 TYPED = tuple((x_of(0), flag) for flag in (True, 1, 1.0, np.float32(1), True, Config(np.int64(4))))
 NAMED = tuple({"flag": flag} for flag in (True, 1, np.int32(2), np.bool_(True)))

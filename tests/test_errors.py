@@ -60,18 +60,10 @@ def test_options_that_are_right(fraction):
     for init in (tx.init, jax.jit(tx.init)):
         assert jax.tree.map(jnp.shape, init(params())) == jax.tree.map(jnp.shape, ADAM.init(params()))
     optax.tree.map_params(tx, lambda x: x, tx.init(params()))  # which probes with placeholders
+    assert jo.placement(jo.offload(ADAM, select=lambda *given: True, min_bytes=0), params()).host_bytes
 
 
-@pytest.mark.parametrize(
-    "nested",
-    [lambda tx: tx, lambda tx: optax.chain(optax.clip(1.0), tx), lambda tx: optax.apply_if_finite(tx, 3)],
-    ids=["itself", "chain", "apply_if_finite"],
-)
-def test_an_offload_inside_an_offload(nested):
-    """One rule, wherever the inner one stands."""
-    inner = jo.offload(ADAM, min_bytes=0)
-    with pytest.raises(TypeError, match=r"inner: .*offload\(...\)"):
-        jo.offload(nested(inner), min_bytes=0).init(params())
+NESTED = [lambda tx: tx, lambda tx: optax.chain(optax.clip(1.0), tx), lambda tx: optax.apply_if_finite(tx, 3)]
 
 
 @pytest.mark.parametrize("options", [{}, {"storage": "bfloat16"}, {"fraction": 0.5}, {"update_on": "host"}])
@@ -98,31 +90,27 @@ def test_a_pickle_is_the_recipe(options):
             (lambda look=look: look(params(), jo.offload(ADAM, min_bytes=0)), rf"{NONE}.*\(tx, (params|state)\)")
             for look in (jo.abstract_state, jo.to_host, jo.from_plain, jo.to_plain)
         ),
+        *(  # one rule, wherever the inner one stands
+            (
+                lambda around=around: jo.offload(around(jo.offload(ADAM)), min_bytes=0).init(params()),
+                r"inner: .*offload\(...\)",
+            )
+            for around in NESTED
+        ),
+        # a missing argument is one of the function that was called
+        (lambda: jo.update_params(params(), ADAM.init(params()), params()), r"update_params\(\) missing .*'params'"),
+        (lambda: jo.offload(ADAM).update(params()), r"update_fn\(\) missing .*'state'"),
+        (lambda: jo.placement(jo.offload(ADAM)), r"placement\(tx, params\): .* got 0 arguments"),
+        (lambda: jo.placement(jo.offload(ADAM), params, params), r"placement\(tx, params\): .* got 2 arguments"),
+        (
+            lambda: jo.offload(ADAM, select=lambda path: True).init(params()),
+            r"^select: .*too many positional arguments.*lambda path, leaf",
+        ),
     ],
 )
-def test_what_is_of_another_type(call, words):
+def test_what_is_of_another_type_or_missing(call, words):
     with pytest.raises(TypeError, match=words):
         call()
-
-
-def test_a_missing_argument_is_one_of_the_function_that_was_called():
-    state = ADAM.init(params())
-    with pytest.raises(TypeError, match=r"update_params\(\) missing .*'params'"):
-        jo.update_params(params(), state, params())
-    with pytest.raises(TypeError, match=r"update_fn\(\) missing .*'state'"):
-        jo.offload(ADAM).update(params())
-
-
-@pytest.mark.parametrize("args", [(), (params, params)])
-def test_placement_takes_the_parameters_alone(args):
-    with pytest.raises(TypeError, match=rf"placement\(tx, params\): .* got {len(args)} arguments"):
-        jo.placement(jo.offload(ADAM), *args)
-
-
-def test_select_that_takes_one_argument():
-    with pytest.raises(TypeError, match=r"^select: .*too many positional arguments.*lambda path, leaf"):
-        jo.offload(ADAM, select=lambda path: True).init(params())
-    assert jo.placement(jo.offload(ADAM, select=lambda *given: True, min_bytes=0), params()).host_bytes
 
 
 def test_platform_without_host_memory(monkeypatch):

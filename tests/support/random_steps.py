@@ -232,16 +232,8 @@ def packed(r: Recipe, params: dict[str, Any]) -> Any:
 
 
 def unpacked(r: Recipe, tree: Any, names: list[str]) -> dict[str, Any]:
-    match r["tree"]:
-        case "tuple" | "list":
-            return dict(zip(names, tree, strict=True))
-        case "namedtuple":
-            return dict(zip(names, [*tree[:3], *tree.rest], strict=False))
-        case "with None":
-            return tree["net"][0]
-        case "nested":
-            return {name: x["value"] for name, x in tree["model"]["inner"].items()}
-    return tree
+    by_name = packed(r, {name: name for name in names})
+    return dict(zip(jax.tree.leaves(by_name), jax.tree.structure(by_name).flatten_up_to(tree), strict=True))
 
 
 def layer(r: Recipe) -> Callable[[Any, Any, Any], Any]:
