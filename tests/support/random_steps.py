@@ -283,16 +283,6 @@ def stacked(r: Recipe, kind: str, x: Any, w: Any, b: Any) -> tuple[Any, Any]:
     first: Any = jnp.float32(1.5) if r["oddity"] == "argument" else 1.0 if r["oddity"] else 0.0
     zero = jnp.zeros(r["width"], x.dtype)
 
-    if kind in ("unrolled", "dict"):
-        ys, extra = [], first
-        for k in range(n):
-            wk = w[f"layer_{k}"]["w"] if kind == "dict" else w[k]
-            run = lambda x=x, wk=wk, k=k: one(x, wk, zero if b is None else b[k])  # noqa: E731
-            x, extra, y = oddly(r["oddity"], run, jnp.int32(k), wk, extra)
-            x = x.astype(zero.dtype)
-            ys.append(y)
-        return x, (ys, extra)
-
     def body(carry: Any, p: Any) -> Any:
         (x, extra), (ws, bs, k) = carry, p
         if kind == "pairs":
@@ -311,10 +301,16 @@ def stacked(r: Recipe, kind: str, x: Any, w: Any, b: Any) -> tuple[Any, Any]:
         y, extra, ys = oddly(r["oddity"], run, k, ws, extra)
         return (y.astype(x.dtype), extra), ys
 
+    if kind in ("unrolled", "dict"):
+        carry, found = (x, first), list[Any]()
+        for k in range(n):
+            wk = w[f"layer_{k}"]["w"] if kind == "dict" else w[k]
+            carry, y = body(carry, (wk, None if b is None else b[k], jnp.int32(k)))
+            found.append(y)
+        return carry[0], (found, carry[1])
     ws = None if kind == "indexed" else jnp.moveaxis(w, 1, 0) if kind == "axis 1" else w
     xs: Any = ((ws, b), None, jnp.arange(n)) if kind == "pairs" else (ws, b, jnp.arange(n))
-    unroll = 2 if kind == "unroll" else 1
-    (x, extra), ys = lax.scan(body, (x, first), xs, reverse=kind == "reverse", unroll=unroll)
+    (x, extra), ys = lax.scan(body, (x, first), xs, reverse=kind == "reverse", unroll=2 if kind == "unroll" else 1)
     if kind == "tied":
         (x, extra), _ = lax.scan(body, (x, extra), xs)
     return x, (ys, extra)
@@ -556,7 +552,8 @@ def misplaced(r: Recipe, mode: str, state: Any, params: Any) -> Iterator[str]:
         return bool(x.shape) and size([x]) >= max(least, 1) and not jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
 
     leaves = [x for x in jax.tree.leaves(state, is_leaf=is_on_disk) if is_array(x)]
-    on_disk, on_host = ([x for x in leaves if kinds_of_memory(x) == [kind]] for kind in ("disk", "pinned_host"))
+    on_disk = [x for x in leaves if is_on_disk(x)]
+    on_host = [x for x in leaves if not is_on_disk(x) and x.sharding.memory_kind == "pinned_host"]
     moved, large = on_disk + on_host, [x for x in leaves if may_leave(x)]
     yield from (f"a leaf of shape {x.shape} left the device" for x in moved if not may_leave(x))
     disk = path_of(mode) == "disk"
@@ -935,11 +932,6 @@ def compiles() -> int:
 
 def is_array(x: Any) -> bool:
     return isinstance(x, jax.Array) or is_on_disk(x)
-
-
-def kinds_of_memory(tree: Any) -> list[str]:
-    leaves = jax.tree.leaves(tree, is_leaf=is_on_disk)
-    return ["disk" if is_on_disk(x) else getattr(getattr(x, "sharding", None), "memory_kind", "device") for x in leaves]
 
 
 def types(tree: Any) -> Any:
