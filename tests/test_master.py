@@ -117,13 +117,14 @@ def test_the_low_bits_and_the_parameter_are_the_master(examples):
 @pytest.mark.parametrize(("low_bits", "window"), [(False, 6000), (True, None)])
 def test_masters_are_the_parameters_of_a_step_in_float32(low_bits, window):
     """As by ``update``, so by ``update_params``; offloaded or not: tests/test_equivalence.py."""
-    tx = jo.offload(jo.with_master_params(ADAMW, low_bits=low_bits), min_bytes=1024, window=window)
+    inner = optax.adamw(1e-2, weight_decay=10.0)  # so that it matters which parameters it is given
+    tx = jo.offload(jo.with_master_params(inner, low_bits=low_bits), min_bytes=1024, window=window)
     params = own = parameters()
     plain = jax.tree.map(lambda p: p.astype(jnp.float32), params)
-    state, own_state, plain_state = tx.init(params), tx.init(params), ADAMW.init(plain)
+    state, own_state, plain_state = tx.init(params), tx.init(params), inner.init(plain)
     step, plain_step = (
         jax.jit(lambda g, s, p, tx=tx: (optax.apply_updates(p, (new := tx.update(g, s, p))[0]), new[1]))
-        for tx in (tx, ADAMW)
+        for tx in (tx, inner)
     )
     for k in range(5):
         grads = gradients(params, k)
