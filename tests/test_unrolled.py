@@ -153,7 +153,7 @@ ORDERS = {  # what happens to the gradients, order=, and the order in which leav
     "a clip by value": (each(lambda g: jnp.clip(g, -1, 1)), None, "cadb"),
     "nan_to_num": (each(jnp.nan_to_num), None, "cadb"),
     "one equation of all, so that paths decide": (in_one_equation, None, "dcba"),
-    "order=": (each(lambda g: g), ["d", "b|c"], "dcba"),
+    "order=": (each(lambda g: g), ["b", "a|c"], "bcad"),
 }
 
 
