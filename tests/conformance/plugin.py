@@ -12,7 +12,6 @@ from __future__ import annotations
 import collections
 import functools
 import inspect
-import json
 import os
 import re
 import sys
@@ -28,7 +27,6 @@ from optax._src import base
 import jax_offload
 
 METHOD = os.environ["CONFORMANCE_COLUMN"]
-REPORT = os.environ["CONFORMANCE_REPORT"]
 SELECT = os.environ["CONFORMANCE_SELECT"].splitlines()  # regular expressions: labels in which each is found run
 ONLY = os.environ["CONFORMANCE_ONLY"]  # a file with the ids to run, one a line; all where it is empty
 
@@ -143,7 +141,6 @@ def patch_optax() -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.pluginmanager.register(Report(), "conformance-report")
     jax.config.update("jax_num_cpu_devices", 8)
     jax.devices()  # before sharding_test.py sets XLA_FLAGS to the same end
     # sharding_test.py compares version *strings* and would skip most of itself: '0.12' < '0.7.2'.
@@ -177,7 +174,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     with open(ONLY) as lines:
         only = set(lines.read().splitlines())
     for item in list(items):
-        item.user_properties.append(("label", label(item)))
+        item.user_properties += [("id", item.nodeid), ("label", label(item))]
         if (only and item.nodeid not in only) or not all(re.search(p, label(item)) for p in SELECT):
             items.remove(item)
 
@@ -186,38 +183,5 @@ def pytest_runtest_setup() -> None:
     _counts.clear()
 
 
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo) -> Iterator[None]:
-    report = yield
-    report.user_properties.append(("counts", dict(_counts)))
-    return report
-
-
-class Report:
-    """Collects what the workers report and writes it where ``run.py`` looks for it."""
-
-    def __init__(self) -> None:
-        self.tests: dict[str, dict[str, Any]] = {}
-
-    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        properties = dict(report.user_properties)
-        test = self.tests.setdefault(report.nodeid, {"outcome": "passed"})
-        test["label"] = properties.get("label", report.nodeid)
-        test["counts"] = properties.get("counts", {})
-        if report.failed:
-            crash = getattr(report.longrepr, "reprcrash", None)
-            test.setdefault("cause", crash.message if crash else str(report.longrepr))
-        if report.failed or (report.skipped and test["outcome"] == "passed"):
-            test["outcome"] = report.outcome
-
-    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
-        if report.failed:
-            self.tests[report.nodeid] = {
-                "outcome": "failed", "label": report.nodeid, "counts": {},
-                "cause": str(report.longrepr),
-            }  # fmt: skip
-
-    def pytest_sessionfinish(self, session: pytest.Session) -> None:
-        if not hasattr(session.config, "workerinput"):
-            with open(REPORT, "w") as file:
-                json.dump(self.tests, file)
+def pytest_runtest_teardown(item: pytest.Item) -> None:
+    item.user_properties.append(("updates with host state", _counts["updates with host state"]))

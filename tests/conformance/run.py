@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 import os
 import re
 import subprocess
@@ -12,6 +11,7 @@ import tempfile
 from collections.abc import Collection
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 ROOT = Path(__file__).parents[2]
 OPTAX = Path(importlib.util.find_spec("optax").origin).parent
@@ -44,12 +44,11 @@ def run(column: str, *, jobs: int = 2, part: str = "", only: Collection[str] = (
       only: only tests with these ids.
     """
     with tempfile.TemporaryDirectory() as folder:
-        report, ids = Path(folder, "report.json"), Path(folder, "ids")
+        report, ids = Path(folder, "report.xml"), Path(folder, "ids")
         ids.write_text("\n".join(only))
         env = os.environ | {
             "CONFORMANCE_COLUMN": column,
             "CONFORMANCE_ONLY": str(ids),
-            "CONFORMANCE_REPORT": str(report),
             "CONFORMANCE_SELECT": part,
             "JAX_PLATFORMS": "cpu",
             "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
@@ -57,24 +56,34 @@ def run(column: str, *, jobs: int = 2, part: str = "", only: Collection[str] = (
         command = [
             *(sys.executable, "-m", "pytest", "-q", "--no-header", "--tb=short", "-p", "no:cacheprovider"),
             *("-c", os.devnull, "--rootdir", str(OPTAX.parent), "--import-mode=importlib"),
-            *("-p", "tests.conformance.plugin", "-n", str(jobs), "--dist", "worksteal"),
+            *("-p", "tests.conformance.plugin", "-n", str(jobs), "--dist", "worksteal", f"--junitxml={report}"),
             *(str(OPTAX / file) for file in FILES),
         ]
         done = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True, check=False)
         if done.returncode not in (0, 1) or not report.exists():
             raise RuntimeError(f"{column}: pytest ended with {done.returncode}\n{done.stdout}\n{done.stderr}")
-        results = json.loads(report.read_text())
+        results = dict(map(_result, ElementTree.parse(report).iter("testcase")))
     if column != "plain" and not count_on_host(results):
         raise RuntimeError(f"{column}: no test updated a state in host memory, so this says nothing")
     return results
 
 
+def _result(case: ElementTree.Element) -> tuple[str, dict[str, Any]]:
+    """A test's id, and what pytest wrote of it; of one that did not import, nothing but its name."""
+    said = {found.get("name"): found.get("value") for found in case.iter("property")}
+    fault = next((found for kind in ("failure", "error") for found in case.iter(kind)), None)
+    cause = "" if fault is None else fault.get("message", "")
+    label = said.get("label", case.get("name"))
+    on_host = int(said.get("updates with host state", 0))
+    return said.get("id", label), {"failed": fault is not None, "cause": cause, "label": label, "on host": on_host}
+
+
 def failed(results: Results) -> set[str]:
-    return {test for test, result in results.items() if result["outcome"] == "failed"}
+    return {test for test, result in results.items() if result["failed"]}
 
 
 def count_on_host(results: Results) -> int:
-    return sum(result["counts"].get("updates with host state", 0) > 0 for result in results.values())
+    return sum(result["on host"] > 0 for result in results.values())
 
 
 def reason(label: str) -> str | None:
@@ -88,7 +97,7 @@ def differing(ours: Results, plain: Results) -> dict[str, str]:
     fails = {
         result["label"]: result["cause"].strip()
         for test, result in ours.items()
-        if result["outcome"] == "failed" and plain.get(test, {}).get("outcome") != "failed"
+        if result["failed"] and not plain.get(test, {}).get("failed")
     }
     labels = {result["label"] for result in ours.values()}
     wrong = {label: cause for label, cause in fails.items() if not reason(label)}
