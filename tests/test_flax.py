@@ -10,7 +10,7 @@ from flax import nnx
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import jax_offload as jo
-from tests.support.trees import shardings_in
+from tests.support.trees import assert_close, kinds, shardings_in
 
 pytestmark = pytest.mark.oldest("boxes and nnx, for which jax's shardings changed")
 
@@ -39,31 +39,22 @@ def assert_like_params(state, params):
 
 
 class Linen(nn.Module):
-    """With ``boxed``, kernels are ``nn.Partitioned``."""
-
-    boxed: bool = True
+    """Its kernels are ``nn.Partitioned``."""
 
     @nn.compact
     def __call__(self, x):
         def kernel(*names):
-            init = nn.initializers.lecun_normal()
-            return nn.with_partitioning(init, names) if self.boxed else init
+            return nn.with_partitioning(nn.initializers.lecun_normal(), names)
 
         x = nn.relu(nn.Dense(256, kernel_init=kernel(None, "model"), name="up")(x))
         return nn.Dense(128, kernel_init=kernel("model", None), name="down")(x)
 
 
-def linen_params(mesh, boxed):
-    """Sharded as the annotations say, in or out of their boxes."""
-    abstract = jax.eval_shape(Linen().init, jax.random.key(0), X)["params"]
-    shardings = nn.get_sharding(abstract, mesh)
-    model = Linen(boxed)
-    params = jax.jit(lambda: model.init(jax.random.key(0), X)["params"], out_shardings=shardings)()
-    return model, params
-
-
 def test_linen_boxes_survive(mesh):
-    _, params = linen_params(mesh, boxed=True)
+    def init():
+        return Linen().init(jax.random.key(0), X)["params"]
+
+    params = jax.jit(init, out_shardings=nn.get_sharding(jax.eval_shape(init), mesh))()
     tx = offloaded()
     state, plain = tx.init(params), INNER.init(params)
     updates, new_state = jax.jit(tx.update)(params, state, params)
@@ -154,8 +145,7 @@ def test_nnx_annotations_survive(mesh):
             mu = nnx.state(state)[1][0]["mu"]
             assert (mu["up"]["kernel"].out_sharding, mu["down"].out_sharding) == ((None, "model"), ("model", None))
             assert isinstance(mu["down"], nnx.OptState)
-    hosts = [x for x in jax.tree.leaves(nnx.state(optimizer)) if x.sharding.memory_kind == "pinned_host"]
-    assert len(hosts) == 4
+    assert kinds(nnx.state(optimizer)).count("pinned_host") == 4
     for tree in (born, nnx.state(optimizer)):
         state = nnx.as_pure(tree)["opt_state"][1][0]
         for moment in (state["mu"], state["nu"]):
@@ -167,8 +157,8 @@ def test_a_state_that_flax_moved_is_on_the_host_after_a_step(mesh):
     """Outside jit flax applies an annotation to the new state's variables, with device memory (docs/frameworks.md)."""
     with jax.set_mesh(mesh):
         _, optimizer, _, _ = nnx_train(offloaded(), lambda build: build)
-    kinds = {x.sharding.memory_kind for x in jax.tree.leaves(nnx.state(optimizer)) if x.nbytes >= 2**16}
-    assert kinds == {"pinned_host"}
+    large = [x for x in jax.tree.leaves(nnx.state(optimizer)) if x.nbytes >= 2**16]
+    assert {*kinds(large)} == {"pinned_host"}
 
 
 def test_nnx_optimizer_does_not_cut_a_leaf_along_a_sharded_axis(mesh):
@@ -178,8 +168,9 @@ def test_nnx_optimizer_does_not_cut_a_leaf_along_a_sharded_axis(mesh):
     tx = jo.offload(optax.adamw(1e-3), window=WINDOW)
     state = tx.init(params)
     bare, bare_state = nnx.as_pure(params), nnx.as_pure(state)
-    shardings = jax.tree.map(lambda x: x.sharding, (bare, bare_state))
-    compiled = jax.jit(tx.update, out_shardings=shardings).lower(bare, bare_state, bare).compile()
+    compiled = (
+        jax.jit(tx.update, out_shardings=shardings_in((bare, bare_state))).lower(bare, bare_state, bare).compile()
+    )
     assert "all-gather" not in compiled.as_text()
 
 
@@ -266,5 +257,4 @@ def test_parameters_of_scanned_layers_in_host_memory(kind):
         got, own_value = step(got, X)
         np.testing.assert_allclose(own_value, value, rtol=1e-5)
     assert shardings_in(got) == where
-    for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
-        np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-6)
+    assert_close(got, want, 1e-4)
