@@ -142,7 +142,6 @@ def test_an_embedding_larger_than_the_window_takes_no_second_pass(inner):
 
 
 def test_the_window_and_why_it_is_that():
-    """How large it is: tests/test_windows.py."""
     params, adam = {"w": S((12, 1536, 1536), jnp.float32)}, optax.adam(1e-3)
     table = jo.placement(optax.chain(jo.offload(optax.trace(0.9), window=2**21), jo.offload(adam)), params)
     assert [w.nbytes for w in table.windows] == [2**21, 12 * 1536**2]
@@ -257,3 +256,138 @@ def test_a_leaf_that_is_updated_ahead_of_a_scan_is_seen():
     assert how["['embed']"].startswith("whole, by a device_put of the step itself, which no window limits; keep")
     assert how["'layers']"].startswith("4 rows, in the scan that reads the parameters")
     assert len({*table.stays}) == len(table.stays) > 0  # two updates with one reason
+
+
+# ---- what no trace tells is marked
+
+
+NAMES = ["first", "zebra", "apple"]
+
+
+def test_the_table_marks_an_order_that_it_guesses():
+    guess = "order: guessed from the parameters' paths; "
+    params = {name: jnp.ones((32, 32)) for name in NAMES}
+    free, said = (jo.offload(optax.adam(1e-3), min_bytes=0, order=order) for order in (None, NAMES))
+    # a wrapper around an offload has no order: that of each leaf is the offload's, whose it is
+    around = [jo.placement(optax.apply_if_finite(inner, 2), params) for inner in (free, said)]
+    assert guess in around[0].guessed[0] and not around[1].guessed
+    table = jo.placement(free, params)
+    assert table.guessed == (guess + "placement(step, *args) reads it from the step",)
+    assert table.guessed[0] in words(table)
+    state = jo.abstract_state(free, params)
+    handed_in = jo.placement(lambda grads, state, params: free.update(grads, state, params), params, state, params)
+    assert handed_in.guessed == (guess + "the step does not tell it, offload(order=) does",)
+
+    def step(state, params):
+        return free.update(jax.grad(lambda p: sum(map(jnp.sum, p.values())))(params), state, params)
+
+    for shown in (
+        jo.placement(step, state, params),
+        jo.placement(said, params),
+        jo.placement(free, {"one": params["apple"]}),
+    ):
+        assert not shown.guessed
+
+
+def test_the_table_marks_shardings_that_the_trace_does_not_tell():
+    mesh = jax.make_mesh((8,), ("d",), axis_types=(AxisType.Auto,))
+    sharded = jax.device_put({"w": jnp.ones((64, 64))}, NamedSharding(mesh, P("d")))
+    alone = jax.device_put({"w": jnp.ones((64, 64))}, jax.devices()[0])
+    tx = jo.offload(optax.adam(1e-3), min_bytes=0, window=2**14)
+    state = jo.abstract_state(jo.offload(optax.adam(1e-3), min_bytes=0), sharded)  # by another, so that tx knows none
+
+    def of_step(params=sharded):
+        table = jo.placement(lambda state, params: tx.update(params, state, params), state, params)
+        return table.leaves[0].streams.split(",")[0], table.guessed
+
+    assert of_step()[0] == "2 chunks of axis 0" and "not known of ['w'], counted as on one device" in of_step()[1][0]
+    jo.abstract_state(tx, sharded)
+    assert of_step() == (
+        "whole",
+        ("shardings: remembered from init, or from where they were asked for: P('d') of ['w']",),
+    )
+    assert not jo.placement(tx, sharded).guessed  # they tell
+    assert jo.placement(tx, {"v": jax.ShapeDtypeStruct((64, 64), jnp.float32)}).guessed == (
+        "shardings: 1 of the parameters have none, counted as on one device",
+    )
+    jo.abstract_state(tx, alone)  # two now: which of them is it?
+    assert of_step()[0] == "2 chunks of axis 0" and "not known of ['w']" in of_step()[1][0]
+    on_one = jo.offload(optax.adam(1e-3), min_bytes=0)
+    shown = jo.placement(lambda state, params: on_one.update(params, state, params), on_one.init(alone), alone)
+    assert not shown.guessed
+
+
+def test_what_one_offload_knows_of_a_parameter_is_known():
+    """Of two in one update one was asked for its state's shardings, the other not: nothing is said to be unknown."""
+    mesh = jax.make_mesh((8,), ("d",), axis_types=(AxisType.Auto,))
+    params = jax.device_put({"w": jnp.ones((64, 64))}, NamedSharding(mesh, P("d")))
+
+    def chain():
+        return [jo.offload(optax.adam(1e-3), min_bytes=0) for _ in range(2)]
+
+    state, (asked, other) = jo.abstract_state(optax.chain(*chain()), params), chain()
+    jo.abstract_state(asked, params)
+    table = jo.placement(lambda s, p: jo.update_params(optax.chain(asked, other), p, s, p), state, params)
+    assert table.guessed == ("shardings: remembered from init, or from where they were asked for: P('d') of ['w']",)
+
+
+# ---- how large a window is, and what goes through it at once
+
+
+KIB, MIB, GIB = 2**10, 2**20, 2**30
+MOMENTUM = optax.sgd(1e-3, momentum=0.9)  # a leaf of the state for each parameter
+
+
+def placed(shapes, inner=MOMENTUM, sharding=None, **options):
+    """The placement for parameters of these shapes, or of so many rows of 4 KiB."""
+    shapes = [(s, 1024) if isinstance(s, int) else s for s in shapes]
+    params = {f"w{k}": jax.ShapeDtypeStruct(s, jnp.float32, sharding=sharding) for k, s in enumerate(shapes)}
+    return jo.placement(jo.offload(inner, min_bytes=0, **options), params)
+
+
+EIGHTH, USUAL = "an eighth of the state", "two and a half of its usual pieces"
+ON_8 = jax.sharding.NamedSharding(jax.make_mesh((8,), ("d",)), jax.sharding.PartitionSpec("d"))
+WINDOWS = {  # shapes, options, the window's bytes, why, and whether small pieces run in a loop of their own
+    "one piece of 8 MiB": ([2048], {}, MIB, "1 MiB, the least", False),
+    "one piece of more": ([2304], {}, 9 * MIB // 8, EIGHTH, False),
+    "2 GiB": ([2**19], {}, 256 * MIB, "256 MiB, less than its usual pieces", False),
+    "8 GiB": ([2**21], {}, 256 * MIB, "256 MiB, less than its usual pieces", False),
+    "16 GiB": ([2**22], {}, 512 * MIB, "a 32nd of the state, less than its usual pieces", False),
+    "an embedding of less than a fifth does not count": ([2560] * 8 + [5120], {}, 25 * MIB, USUAL, False),
+    "an embedding of more does": ([5376] + [2560] * 8, {}, 101 * MIB // 8, EIGHTH, False),
+    "pieces of 8 MiB": ([2048] * 9, {}, 20 * MIB, USUAL, False),
+    "smaller ones run in a loop of their own": ([2044] * 9, {}, 5 * 2044 * 4 * KIB // 2, USUAL, True),
+    "given, small": ([256] * 4, {"window": MIB}, MIB, "as given", False),
+    "given, large": ([256] * 4, {"window": GIB}, GIB, "as given", False),
+    "two leaves that need each other are one piece": (
+        [(256, 256)] * 4 + [(8, 8)], {"inner": optax.adam(1e-3)}, 5 * 512 * KIB // 2, USUAL, True
+    ),
+    "divided pieces count on one device, and do not run apart": (
+        [(256, 256)] * 4, {"sharding": ON_8}, 5 * 32 * KIB // 2, USUAL, False
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", WINDOWS)
+def test_the_window(case):
+    shapes, options, nbytes, why, apart = WINDOWS[case]
+    (window,) = placed(shapes, **options).windows
+    assert (window.nbytes, window.why, bool(window.own_loop)) == (nbytes, why, apart)
+
+
+def normed():
+    """Momentum scaled by the norm of all of it: the norm needs every leaf before any is updated."""
+    trace = optax.trace(0.9)
+
+    def update(updates, state, params=None):
+        updates, state = trace.update(updates, state)
+        norm = optax.global_norm(updates)
+        return updates, state._replace(trace=jax.tree.map(lambda m: m / norm, state.trace))
+
+    return optax.GradientTransformation(trace.init, update)
+
+
+@pytest.mark.parametrize(("window", "twice"), [(MIB, False), (MIB - 4 * KIB, True)])
+def test_a_second_pass_is_made_only_where_one_is_more_than_the_window(window, twice):
+    found = [leaf.streams for leaf in placed([(256, 256)] * 4, normed(), window=window).leaves if leaf.host]
+    assert all(("2 times" in way or "; then " in way) == twice for way in found)
