@@ -2,7 +2,7 @@
 
 Single updates from equal states, wrapped whole and in part, in float32 and bfloat16; and some of each kind outside of
 jit, in scan, cond and vmap, and differentiated. In whole steps, in every mode: tests/test_equivalence.py. optax's own
-tests, on offloaded optimizers: tests/conformance.
+tests, on offloaded optimizers: tests/test_conformance.py.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""A pytest plugin under which optax's own tests meet offloaded optimizers. ``run.py`` starts it.
+"""A pytest plugin under which optax's own tests meet offloaded optimizers.
+
+``tests/test_conformance.py`` starts it.
 
 Every optax function that returns a ``GradientTransformation`` is replaced, in every optax module and before
 the test modules are imported, by one whose result is wrapped by ``jax_offload.offload``; in the column "plain" by none.
