@@ -1,9 +1,14 @@
 """The table says how each leaf streams and why; ``order`` and the trace decide the order."""
 
+import itertools
+import re
+
 import jax
 import jax.numpy as jnp
 import optax
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from jax.sharding import AxisType, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
@@ -19,8 +24,8 @@ PARAMS = {
 CLIPPED = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
 
 
-def streams(inner, params=PARAMS, **extra):
-    table = jo.placement(jo.offload(inner, min_bytes=0, window=2**16), params, **extra)
+def streams(inner):
+    table = jo.placement(jo.offload(inner, min_bytes=0, window=2**16), PARAMS)
     assert not table.unknown
     return {leaf.path: leaf.streams for leaf in table.leaves}
 
@@ -75,22 +80,19 @@ def test_order_decides_what_a_fraction_takes(names, order, taken):
     assert {leaf.param for leaf in jo.placement(tx, params).leaves if leaf.host} == taken
 
 
-AXES = jax.sharding.AxisType
-
-
 @pytest.mark.oldest("what is printed of them")
 @pytest.mark.parametrize(
     ("shape", "spec", "how", "axes"),
     [
-        ((16, 64, 64), ("d",), "2 chunks of axis 0", AXES.Auto),
-        ((16, 64, 64), (None, "d"), "4 chunks of axis 0", AXES.Explicit),
-        ((1024, 64), ("d",), "4 chunks of axis 0", AXES.Explicit),
+        ((16, 64, 64), ("d",), "2 chunks of axis 0", AxisType.Auto),
+        ((16, 64, 64), (None, "d"), "4 chunks of axis 0", AxisType.Explicit),
+        ((1024, 64), ("d",), "4 chunks of axis 0", AxisType.Explicit),
     ],
 )
 def test_chunks_of_a_sharded_leaf_need_no_collectives(axes, shape, spec, how):
     """Windows count bytes on one device, and a chunk of a sharded axis is the same rows of every shard."""
     mesh = jax.make_mesh((8,), ("d",), axis_types=(axes,))
-    sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*spec))
+    sharding = NamedSharding(mesh, P(*spec))
     with jax.set_mesh(mesh):
         params = {"w": S(shape, jnp.float32, sharding=sharding)}
         tx = jo.offload(optax.adamw(1e-3), min_bytes=0, window=2**15)
@@ -106,9 +108,9 @@ def test_chunks_of_a_sharded_leaf_need_no_collectives(axes, shape, spec, how):
 def test_explicit_axes_stream_as_the_step_does(abstract):
     """Without a mesh set, jax 0.12 does not divide what a traced init makes; the state that a step is handed is
     divided, and the table of the transformation says what the step does."""
-    axes = dict(axis_types=(AXES.Explicit,))
+    axes = dict(axis_types=(AxisType.Explicit,))
     mesh = jax.sharding.AbstractMesh((8,), ("d",), **axes) if abstract else jax.make_mesh((8,), ("d",), **axes)
-    sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("d"))
+    sharding = NamedSharding(mesh, P("d"))
     params = {"w": S((8, 64, 64), jnp.float32, sharding=sharding)}
     tx = jo.offload(optax.adamw(1e-3), window=2**14)
     table = jo.placement(tx, params)
@@ -135,8 +137,8 @@ def test_multi_steps_is_taken_as_it_is():
 )
 def test_an_embedding_larger_than_the_window_takes_no_second_pass(inner):
     """Its trust ratio needs all rows: loaded whole it is a little more memory, in two passes twice the transfer."""
-    params = {f"w{i:02}": jax.ShapeDtypeStruct((1024, 1024), jnp.float32) for i in range(24)}
-    params |= {"embed": jax.ShapeDtypeStruct((4096, 1024), jnp.float32)}
+    params = {f"w{i:02}": S((1024, 1024), jnp.float32) for i in range(24)}
+    params |= {"embed": S((4096, 1024), jnp.float32)}
     tx = jo.offload(inner)
     assert not [leaf for leaf in jo.placement(tx, params).leaves if "times" in leaf.streams or "then" in leaf.streams]
 
@@ -307,7 +309,7 @@ def test_the_table_marks_shardings_that_the_trace_does_not_tell():
         ("shardings: remembered from init, or from where they were asked for: P('d') of ['w']",),
     )
     assert not jo.placement(tx, sharded).guessed  # they tell
-    assert jo.placement(tx, {"v": jax.ShapeDtypeStruct((64, 64), jnp.float32)}).guessed == (
+    assert jo.placement(tx, {"v": S((64, 64), jnp.float32)}).guessed == (
         "shardings: 1 of the parameters have none, counted as on one device",
     )
     jo.abstract_state(tx, alone)  # two now: which of them is it?
@@ -341,12 +343,12 @@ MOMENTUM = optax.sgd(1e-3, momentum=0.9)  # a leaf of the state for each paramet
 def placed(shapes, inner=MOMENTUM, sharding=None, **options):
     """The placement for parameters of these shapes, or of so many rows of 4 KiB."""
     shapes = [(s, 1024) if isinstance(s, int) else s for s in shapes]
-    params = {f"w{k}": jax.ShapeDtypeStruct(s, jnp.float32, sharding=sharding) for k, s in enumerate(shapes)}
+    params = {f"w{k}": S(s, jnp.float32, sharding=sharding) for k, s in enumerate(shapes)}
     return jo.placement(jo.offload(inner, min_bytes=0, **options), params)
 
 
 EIGHTH, USUAL = "an eighth of the state", "two and a half of its usual pieces"
-ON_8 = jax.sharding.NamedSharding(jax.make_mesh((8,), ("d",)), jax.sharding.PartitionSpec("d"))
+ON_8 = NamedSharding(jax.make_mesh((8,), ("d",)), P("d"))
 WINDOWS = {  # shapes, options, the window's bytes, why, and whether small pieces run in a loop of their own
     "one piece of 8 MiB": ([2048], {}, MIB, "1 MiB, the least", False),
     "one piece of more": ([2304], {}, 9 * MIB // 8, EIGHTH, False),
@@ -391,3 +393,92 @@ def normed():
 def test_a_second_pass_is_made_only_where_one_is_more_than_the_window(window, twice):
     found = [leaf.streams for leaf in placed([(256, 256)] * 4, normed(), window=window).leaves if leaf.host]
     assert all(("2 times" in way or "; then " in way) == twice for way in found)
+
+
+# ---- leaves that are alike are one row, whose path can be read as theirs and as no other's
+
+
+def rows_of(params, **options):
+    """The paths in the rows of a printed table."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("COLUMNS", "9999")
+        lines = str(jo.placement(jo.offload(optax.trace(0.9), min_bytes=0, **options), params)).splitlines()
+    return [line.split()[-1] for line in lines if re.match(r"  +[\d.]+ +\d+ ", line)]
+
+
+def nested(*keys):
+    """Parameters by their keys, all alike."""
+    tree = {}
+    for *outer, last in keys:
+        inner = tree
+        for key in outer:
+            inner = inner.setdefault(key, {})
+        inner[last] = S((8, 8), jnp.float32)
+    return tree
+
+
+def paths_of(path):
+    """All that a row's path can be read as."""
+
+    def several(text):
+        names = []
+        for part in text.split(","):
+            first, _, last = part.partition("..")
+            names += [str(i).zfill(len(first)) for i in range(int(first), int(last) + 1)] if last else [part]
+        return names
+
+    pieces = re.split(r"\{(.*?)\}", path)
+    choices = [several(piece) if k % 2 else [piece] for k, piece in enumerate(pieces)]
+    return {"".join(chosen) for chosen in itertools.product(*choices)}
+
+
+@pytest.mark.oldest("what is printed of them")
+@pytest.mark.parametrize(
+    ("keys", "rows"),
+    [
+        ([(f"layers_{i:02}", "w") for i in range(24)], ["['layers_{00..23}']['w']"]),
+        ([("a0",), ("a1",), ("a3",), ("b0",)], ["['a{0,1,3}']", "['b0']"]),
+        ([("a0", "q"), ("a0", "k")], ["['a0']['k']", "['a0']['q']"]),  # names are no numbers
+        ([(f"a{i}", f"b{j}") for i in range(3) for j in range(4)], ["['a{0..2}']['b{0..3}']"]),
+        ([("a0", "b0"), ("a0", "b1"), ("a1", "b0")], ["['a{0,1}']['b0']", "['a0']['b1']"]),
+        ([("w",)], ["['w']"]),
+    ],
+)
+def test_what_is_one_row(keys, rows):
+    assert rows_of(nested(*keys)) == [f".trace{row}" for row in rows]
+
+
+def test_a_state_that_is_one_array_and_none():
+    assert (rows_of(S((8, 8), jnp.float32)), rows_of({})) == ([".trace"], [])
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.sets(st.tuples(st.integers(0, 12), st.integers(0, 3)), min_size=1))
+def test_a_rows_path_is_read_as_its_leaves(chosen):
+    found = rows_of(nested(*((f"layers_{i:02}", f"block{j}") for i, j in chosen)))
+    leaves = [f".trace['layers_{i:02}']['block{j}']" for i, j in chosen]
+    assert sorted(itertools.chain.from_iterable(map(paths_of, found))) == sorted(leaves)
+
+
+def test_what_is_not_alike_stays_apart():
+    """Another shape, type, sharding, memory: and the largest come first, then in order."""
+    mesh = jax.make_mesh((8,), ("x",))
+    one, other = (S((8, 8), jnp.float32, sharding=NamedSharding(mesh, P(*spec))) for spec in ((), ("x",)))
+    alike = S((8, 8), jnp.float32)
+    for second in S((4, 4), jnp.float32), S((8, 8), jnp.bfloat16):
+        assert rows_of({"a0": alike, "a1": second}) == [".trace['a0']", ".trace['a1']"]
+        assert rows_of({"a0": second, "a1": alike}) == [".trace['a1']", ".trace['a0']"]
+    assert len(rows_of({"a0": one, "a1": other})) == 2 > len(rows_of({"a0": one, "a1": one}))
+    assert len(rows_of({"a0": alike, "a1": alike}, select="a0")) == 2
+
+
+@pytest.mark.parametrize("columns", [80, 132])
+def test_a_deep_model_fits_a_terminal(columns, monkeypatch):
+    monkeypatch.setenv("COLUMNS", str(columns))
+    layers = {f"layers_{i:02}": {"kernel_of_the_attention": S((512, 512), jnp.float32)} for i in range(100)}
+    params = {"a_long_name_for_what_stands_around_all_of_it": {"and_another_inside_of_it": layers}}
+    table = jo.placement(jo.offload(optax.adamw(1e-3), fraction=0.5), params)
+    lines = str(table).splitlines()
+    assert max(map(len, lines)) <= columns and len(lines) < 20
+    assert "[0].{mu,nu}['a_long_name" in "".join(line.strip() for line in lines)
+    assert repr(table) == "Placement(201 leaves: 100.00 MiB in pinned_host, 100.00 MiB on the device)"
