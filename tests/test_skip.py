@@ -61,6 +61,7 @@ def test_a_skipped_update_changes_no_bit(name):
     ):
         assert all(x.sharding.memory_kind == HOST for x in host_leaves(after))
         assert name == "MultiSteps" or not any(map(np.array_equal, host_leaves(new), host_leaves(params)))
+        assert not all(map(np.array_equal, host_leaves(after), host_leaves(state)))
 
 
 def test_a_zero_keeps_its_sign():
