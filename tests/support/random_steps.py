@@ -1288,6 +1288,12 @@ def differences(r: Recipe, mode: str, want: Record) -> list[str]:
             return [f"{type(error).__name__}: {str(error)[:400]} [{' '.join(where[-4:])}]"]
 
 
+def check(r: Recipe, mode: str, want: Record) -> None:
+    with contextlib.suppress(Refused):
+        found = differences(r, mode, want)
+        assert not found, (mode, odd(r), found[:4])
+
+
 def kind_of(lines: list[str]) -> str:
     """What failures of one kind have in common."""
     return re.sub(r"0x[0-9a-f]+|\d+(\.\d+)?(e[-+]?\d+)?|\[.*", "#", lines[0])[:60] if lines else ""
