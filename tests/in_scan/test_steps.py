@@ -43,30 +43,17 @@ OLDEST = pytest.mark.oldest("jaxprs as they are written")
 DAILY = pytest.mark.daily("nothing else asks these questions")
 
 
-def updating(body):
-    """Make a step from a function of (tx, params, state, batch, value, gradients)."""
+def of_gradients(gradients, also=lambda grads: ()):
+    """A step with gradients by a function of parameters and batch, which returns something of them too."""
 
-    @functools.wraps(body)
     def make(tx):
         def step(params, state, batch):
-            value, grads = jax.value_and_grad(loss_of)(params, batch)
-            return body(tx, params, state, batch, value, grads)
+            grads = gradients(params, batch)
+            return *jo.update_params(tx, grads, state, params), also(grads)
 
         return step
 
     return make
-
-
-@updating
-def raveling(tx, params, state, batch, value, grads):
-    """Gradients are returned in another shape, in which a layer is many rows."""
-    return *jo.update_params(tx, grads, state, params), jax.tree.map(jnp.ravel, grads)
-
-
-@updating
-def returning_the_smallest(tx, params, state, batch, value, grads):
-    """A minimum over all layers begins with the first layer, and not with zero."""
-    return *jo.update_params(tx, grads, state, params), jnp.abs(grads["layers"]).min()
 
 
 def in_a_loop(tx):
@@ -83,22 +70,17 @@ def in_a_loop(tx):
     return step
 
 
-def summed_in_a_ref(tx):
+def summed_in_a_ref(params, batch):
     """Gradients of two microbatches, summed in a mutable array."""
+    total = jax.tree.map(lambda p: jax.new_ref(jnp.zeros_like(p)), params)
 
-    def step(params, state, batch):
-        total = jax.tree.map(lambda p: jax.new_ref(jnp.zeros_like(p)), params)
+    def add(carry, each):
+        for name, g in jax.grad(loss_of)(params, each).items():
+            total[name][...] += g
+        return carry, None
 
-        def add(carry, each):
-            for name, g in jax.grad(loss_of)(params, each).items():
-                total[name][...] += g
-            return carry, None
-
-        jax.lax.scan(add, None, jax.tree.map(lambda x: x.reshape(2, -1, *x.shape[1:]), batch))
-        grads = jax.tree.map(lambda t: jax.freeze(t) / 2, total)
-        return *jo.update_params(tx, grads, state, params), ()
-
-    return step
+    jax.lax.scan(add, None, jax.tree.map(lambda x: x.reshape(2, -1, *x.shape[1:]), batch))
+    return jax.tree.map(lambda t: jax.freeze(t) / 2, total)
 
 
 def of_network(network):
@@ -114,27 +96,19 @@ def by_number(w, x, of=lambda k: k):
     return jax.lax.fori_loop(0, LAYERS, lambda k, x: layer(x, w[of(k)]), x)
 
 
-def with_a_backward_pass_by_hand(tx):
-    """The sum of gradients is a result of each iteration too."""
+def by_hand(params, batch):
+    """A backward pass whose sum of gradients is a result of each iteration too."""
+    w = params["layers"]
+    x, xs = jax.lax.scan(lambda x, w: (layer(x, w), x), batch["x"], w)
 
-    def gradients(w, x):
-        x, xs = jax.lax.scan(lambda x, w: (layer(x, w), x), x, w)
+    def one(carry, k):
+        total, g = carry
+        g, dw = jax.vjp(layer, xs[k], w[k])[1](g)
+        total = total + jax.lax.dynamic_update_index_in_dim(jnp.zeros_like(total), dw, k, 0)
+        return (total, g), total
 
-        def one(carry, k):
-            total, g = carry
-            g, dw = jax.vjp(layer, xs[k], w[k])[1](g)
-            total = total + jax.lax.dynamic_update_index_in_dim(jnp.zeros_like(total), dw, k, 0)
-            return (total, g), total
-
-        (total, _), seen = jax.lax.scan(one, (jnp.zeros_like(w), x), jnp.arange(LAYERS), reverse=True)
-        return total + 0 * seen.sum(0)
-
-    def step(params, state, batch):
-        grads = {name: jnp.zeros_like(p) for name, p in params.items()}
-        grads["layers"] = gradients(params["layers"], batch["x"])
-        return *jo.update_params(tx, grads, state, params), ()
-
-    return step
+    (total, _), seen = jax.lax.scan(one, (jnp.zeros_like(w), x), jnp.arange(LAYERS), reverse=True)
+    return jax.tree.map(jnp.zeros_like, params) | {"layers": total + 0 * seen.sum(0)}
 
 
 def scanned(w, x):
@@ -150,27 +124,24 @@ def in_groups(w, x, remat=jax.checkpoint, scale=None):
     return jax.lax.scan(remat(group), x, w.reshape(2, -1, *w.shape[1:]))[0]
 
 
-def returning_gradients(tx):
-    def step(params, state, batch):
-        grads = jax.grad(lambda p: (in_groups(p["layers"], batch["x"]) ** 2).mean())(params)
-        return *jo.update_params(tx, grads, state, params), grads["layers"]
-
-    return step
-
-
+GRADIENTS, OF_GROUPS = jax.grad(loss_of), jax.grad(lambda p, batch: (in_groups(p["layers"], batch["x"]) ** 2).mean())
 STEPS = {  # whether the update of the stack moves, or why it does not
-    "the smallest gradient": (returning_the_smallest, True),
-    "raveled gradients": (raveling, "merges its layers with other dimensions; scan over"),
+    # a minimum over all layers begins with the first layer, and not with zero
+    "the smallest gradient": (of_gradients(GRADIENTS, lambda grads: jnp.abs(grads["layers"]).min()), True),
+    "raveled gradients": (  # in which a layer is many rows
+        of_gradients(GRADIENTS, lambda grads: jax.tree.map(jnp.ravel, grads)),
+        "merges its layers with other dimensions; scan over",
+    ),
     "several steps in one": (in_a_loop, True),
-    "gradients in a Ref": (summed_in_a_ref, True),
+    "gradients in a Ref": (of_gradients(summed_in_a_ref), True),
     "backwards by their number": (of_network(lambda w, x: by_number(w, x, lambda k: LAYERS - 1 - k)), False),
-    "a backward pass by hand": (with_a_backward_pass_by_hand, False),
+    "a backward pass by hand": (of_gradients(by_hand), False),
     "two passes at once": (of_network(lambda w, x: scanned(w, x) * scanned(w, x[::-1])), True),
     "two passes of casts": (of_network(lambda w, x: scanned(w * 1, x) - scanned(w.astype(jnp.bfloat16), x)), True),
     "groups of layers": (of_network(in_groups), True),
     "groups of layers, by hand": (of_network(functools.partial(in_groups, remat=lambda f: f)), True),
     "groups of layers, scaled": (of_network(functools.partial(in_groups, scale=2.0)), "merges its layers"),
-    "groups of layers, gradients returned": (returning_gradients, True),
+    "groups of layers, gradients returned": (of_gradients(OF_GROUPS, lambda grads: grads["layers"]), True),
 }
 
 
