@@ -11,7 +11,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_offload as jo
-from tests.support.trees import assert_close, in_scope
+from tests.support.trees import assert_close, in_scope, kinds
 from tests.support.words import words
 
 LAYERS, WIDTH = 6, 128
@@ -59,50 +59,41 @@ def test_counts_that_arrive_in_host_memory():
     assert_close(step(params, moved, batch()), step(params, state, batch()), 1e-6)
 
 
-@pytest.mark.parametrize("given", ["new parameters", "gradients"])
-def test_one_array_as_gradient_and_as_parameter(given):
-    """An average of the parameters is updated with them twice: its pieces, in chunks, have an operand less."""
-    tx = jo.offload(ADAMW, min_bytes=1024, window=2**16)
-
-    def step_of(tx):
-        def step(params, state, x):
-            grads = jax.grad(loss)(params, x)
-            params = jax.tree.map(lambda p, g: p - 0.1 * g, params, grads)
-            twice = params if given == "new parameters" else grads
-            updates, state = tx.update(twice, state, twice)
-            return params, updates, state
-
-        return step
-
-    params, step = parameters(), jo.jit(step_of(tx))
-    table = jo.placement(step, params, tx.init(params), batch())
-    assert sum("chunks of axis 0, 2 leaves together" in leaf.streams for leaf in table.leaves) == 2 * LAYERS
-    got = step(params, tx.init(params), batch())
-    assert_close(got, jax.jit(step_of(ADAMW))(params, ADAMW.init(params), batch()), 1e-6)
-    assert sum(x.sharding.memory_kind == "pinned_host" for x in jax.tree.leaves(got[2])) == 2 * LAYERS
+def descended(params, grads):
+    return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads)
 
 
-def test_pieces_with_a_number_that_the_trace_knows():
-    """A constant among the arguments of an update is no variable of the step."""
+def scaled(inner):
+    def update(grads, state, params=None, *, scale):
+        return inner.update(jax.tree.map(lambda g: g * scale, grads), state, params)
 
-    def scaled(inner):
-        def update(grads, state, params=None, *, scale):
-            return inner.update(jax.tree.map(lambda g: g * scale, grads), state, params)
+    return optax.GradientTransformationExtraArgs(inner.init, update)
 
-        return optax.GradientTransformationExtraArgs(inner.init, update)
 
-    def step_of(tx):
-        def step(params, state, x):
-            updates, state = tx.update(jax.grad(loss)(params, x), state, params, scale=jnp.float32(0.5))
-            return optax.apply_updates(params, updates), state
+IN_CHUNKS = {"min_bytes": 1024, "window": 2**16}
+UPDATES = {  # the optimizer, options, and an update by (tx, gradients, state, parameters)
+    # an average of the parameters is updated with them twice: its pieces, in chunks, have an operand less
+    "new parameters twice": (ADAMW, IN_CHUNKS, lambda tx, g, s, p: tx.update(new := descended(p, g), s, new)),
+    "gradients twice": (ADAMW, IN_CHUNKS, lambda tx, g, s, p: tx.update(g, s, g)),
+    # a constant among the arguments of an update is no variable of the step
+    "a number that the trace knows": (
+        scaled(optax.sgd(0.1, momentum=0.9)), OPTIONS, lambda tx, g, s, p: tx.update(g, s, p, scale=jnp.float32(0.5))
+    ),
+}  # fmt: skip
 
-        return step
 
-    plain, params = scaled(optax.sgd(0.1, momentum=0.9)), parameters()
-    tx = jo.offload(plain, **OPTIONS)
-    step, args = jo.jit(step_of(tx)), (params, tx.init(params), batch())
-    assert not jo.placement(step, *args).stays
-    assert_close(step(*args), jax.jit(step_of(plain))(params, plain.init(params), batch()), 1e-6)
+@pytest.mark.parametrize("name", UPDATES)
+def test_unusual_arguments_of_an_update_in_pieces(name):
+    inner, options, update = UPDATES[name]
+    tx, params = jo.offload(inner, **options), parameters()
+    plain, step = (lambda p, s, x, tx=tx: update(tx, jax.grad(loss)(p, x), s, p) for tx in (inner, tx))
+    args = params, tx.init(params), batch()
+    table = jo.placement(jo.jit(step), *args)
+    how = [leaf.streams for leaf in table.leaves if leaf.host]
+    assert not table.stays and all(("chunks of axis 0" in each) == (options is IN_CHUNKS) for each in how)
+    got = jo.jit(step)(*args)
+    assert_close(got, jax.jit(plain)(params, inner.init(params), batch()), 1e-6)
+    assert kinds(got[1]).count("pinned_host") == len(how) >= LAYERS
 
 
 def printing(tx):
