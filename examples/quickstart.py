@@ -10,11 +10,11 @@ params = jax.device_put(params, jax.devices()[0])  # otherwise step 2 recompiles
 batch = jnp.ones((8192, 256))
 inner = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-4))
 
-# 1. Plan, from your params or their count.
+# 1. Plan, from params or a count.
 print(jo.plan(inner, "4.4B", param_dtype="float32", compute_dtype="bfloat16", chip="h100",
               tokens_per_step=65536, layers=36, width=3200))
 
-# 2. Wrap the optimizer and step.
+# 2. Wrap, as the plan says.
 tx = jo.offload(inner)
 
 def step(params, state, batch):
@@ -29,7 +29,7 @@ state = tx.init(params)
 target = "h100" if jax.default_backend() == "cpu" else None
 print(jo.verify(train, params, state, batch, target=target))
 
-# 4. Train.
+# 4. Train. Each call runs the previous update first.
 carry = params, state
 for _ in range(4):
     carry, aux = train(carry, batch)
