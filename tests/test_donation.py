@@ -155,22 +155,21 @@ def over_four():
     return NamedSharding(jax.make_mesh((4,), ("x",), axis_types=(AxisType.Auto,)), P("x"))
 
 
-CALLS = (
-    {place: (step, begun, 1) for place, step in PLACES.items()}
-    | {  # what it is given, and what is donated
-        "vmap": (jax.vmap(update), batched, 1),
-        "a resident state": (update, resident, 1),  # migration, as docs/state.md shows it
-        "a resident state, and parameters": (update, resident, (0, 1)),
-        "export": (exported, begun, 1),
-        "shard_map": (inside_shard_map, lambda: begun(over_four()), 1),
-        "init itself": (lambda p: (optimizer(1.0).init(p), jax.tree.map(jnp.sin, p)), lambda: begun()[:1], 0),
-        "to_host": (lambda s: jo.to_host(optimizer(1.0), s), lambda: resident()[1:], 0),
-        "to_device": (jo.to_device, lambda: begun()[1:], 0),
-        "from_plain": (lambda s: jo.from_plain(optimizer(1.0), s, params=begun()[0]), lambda: resident()[1:], 0),
-    }
-)
+CALLS = {place: (step, begun, 1) for place, step in PLACES.items()}  # what it is given, and what is donated
+CALLS |= {
+    "vmap": (jax.vmap(update), batched, 1),
+    "a resident state": (update, resident, 1),  # migration, as docs/state.md shows it
+    "a resident state, and parameters": (update, resident, (0, 1)),
+    "export": (exported, begun, 1),
+    "shard_map": (inside_shard_map, lambda: begun(over_four()), 1),
+    "init itself": (lambda p: (optimizer(1.0).init(p), jax.tree.map(jnp.sin, p)), lambda: begun()[:1], 0),
+    "to_host": (lambda s: jo.to_host(optimizer(1.0), s), lambda: resident()[1:], 0),
+    "to_device": (jo.to_device, lambda: begun()[1:], 0),
+    "from_plain": (lambda s: jo.from_plain(optimizer(1.0), s, params=begun()[0]), lambda: resident()[1:], 0),
+}
 
 
+@pytest.mark.daily("each is a place of its own")
 @pytest.mark.oldest("a primitive under jax's transformations, what jax forwards, export")
 @pytest.mark.parametrize("call", CALLS)
 def test_donation_wherever_update_stands(call):

@@ -12,7 +12,10 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 import jax_offload as jo
 from tests.support.trees import assert_close
 
-pytestmark = pytest.mark.oldest("the update's equation: binding, transformations, lowering")
+pytestmark = [
+    pytest.mark.oldest("the update's equation: binding, transformations, lowering"),
+    pytest.mark.daily("each is a transformation"),
+]
 
 ADAMW = optax.adamw(1e-2)
 offloaded = functools.partial(jo.offload, min_bytes=0)

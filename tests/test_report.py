@@ -370,6 +370,7 @@ WINDOWS = {  # shapes, options, the window's bytes, why, and whether small piece
 }  # fmt: skip
 
 
+@pytest.mark.daily("each is a rule")
 @pytest.mark.parametrize("case", WINDOWS)
 def test_the_window(case):
     shapes, options, nbytes, why, apart = WINDOWS[case]

@@ -297,6 +297,7 @@ MAPPED = {  # what varies over other axes must not be gated with the rest: types
 
 
 @pytest.mark.oldest("shard_map")
+@pytest.mark.daily("each divides otherwise")
 @pytest.mark.parametrize("case", MAPPED)
 def test_under_shard_map(case):
     """Every device updates its own part of everything, in chunks: shapes there are local, and divided no further."""

@@ -151,10 +151,10 @@ def test_random_trees_jitted(params, name, window, data):
             assert leaf.host == (shares[leaf.owner] == 1.0), leaf
 
 
-SINGLE = [[], {"a": None, "b": []}, Pair((), {}), Layer(None, None), _array((3, 2), jnp.float32, 0)]
+SINGLE = [_array((3, 2), jnp.float32, 0), [], {"a": None, "b": []}, Pair((), {}), Layer(None, None)]
 
 
-@pytest.mark.parametrize("params", SINGLE, ids=repr)
+@pytest.mark.parametrize("params", SINGLE, ids=lambda params: type(params).__name__)
 @pytest.mark.parametrize("name", ["adafactor", "MultiSteps"])
 def test_no_leaves_and_one(name, params):
     """The path of a single leaf is empty: a state leaf belongs to it all the same."""
