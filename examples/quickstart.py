@@ -10,7 +10,7 @@ params = jax.device_put(params, jax.devices()[0])  # otherwise step 2 recompiles
 batch = jnp.ones((8192, 256))
 inner = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-4))
 
-# 1. Plan, from params or a count.
+# 1. Plan, from params or a count. With FSDP add devices=8.
 print(jo.plan(inner, "4.4B", param_dtype="float32", compute_dtype="bfloat16", chip="h100",
               tokens_per_step=65536, layers=36, width=3200))
 
@@ -22,7 +22,7 @@ def step(params, state, batch):
     params, state = jo.update_params(tx, grads, state, params)
     return params, state, value
 
-train = jo.pipelined(step, donate_argnums=(0, 1))  # without clipping: jo.jit, used like jax.jit
+train = jo.pipelined(step, donate_argnums=(0, 1))  # without clipping: jo.jit, as jax.jit
 
 # 3. Verify. On a CPU, compile for an H100.
 state = tx.init(params)

@@ -202,12 +202,9 @@ def test_your_training_loop(section, tmp_path):
         run_twice(loop, found)
         before = loop.partition("# 5. ")[0].replace("params(clipped)", "params(adamw)")
         run_twice(before + unclipped, found | {"folder": tmp_path / "unclipped"})
-        wrapped, verified = (
-            "tx = jo.offload(inner)",
-            "print(jo.verify(train, params, state, batch))  # resident: leave this out\n",
-        )
-        assert wrapped in loop and verified in unclipped
-        after = unclipped.replace("jo.jit", "jax.jit").replace(verified, "")
+        wrapped = "tx = jo.offload(inner)"
+        assert wrapped in loop and "  # resident: jo.inspect" in unclipped
+        after = unclipped.replace("jo.jit", "jax.jit").replace("jo.verify", "jo.inspect")
         resident = found | {"folder": tmp_path / "resident"}
         exec(loop.partition("# 5. ")[0].replace(wrapped, "tx = inner") + after, resident)
         assert resident["train"]._cache_size() == 1
@@ -232,8 +229,7 @@ def test_your_training_loop(section, tmp_path):
     if section == "Flax linen":
         clipped, unclipped = in_section(TRAIN_STATE, "docs/state.md")
         start = clipped.partition("train = ")[0]
-        resident = start + unclipped.replace("jo.jit", "jax.jit").partition("print(jo.verify")[0]
-        resident += unclipped.partition("leave this out\n")[2]
+        resident = start + unclipped.replace("jo.jit", "jax.jit").replace("jo.verify", "jo.inspect")
         for code, memory in (clipped, "pinned_host"), (start + unclipped, "pinned_host"), (resident, "device"):
             found["folder"] = tmp_path / f"train_state_{len(code)}"
             names = found | ({"tx": found["inner"]} if code is resident else {})

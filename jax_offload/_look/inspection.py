@@ -129,7 +129,8 @@ def _too_large(program: Compiled) -> Iterator[Problem]:
     if peak > chip.hbm_bytes:
         what = (
             f"the peak is {in_bytes(peak)}, and {chip.name} has {in_bytes(chip.hbm_bytes)}: compute fewer tokens at a "
-            "time, put a jax.checkpoint around each layer, or divide the parameters over more devices"
+            "time, put a jax.checkpoint around each layer, use flash attention, compute the loss in chunks, or divide "
+            "the parameters over more devices"
         )
     else:
         what = (
