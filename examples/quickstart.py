@@ -24,8 +24,8 @@ def step(params, state, batch):
 
 train = jo.pipelined(step, donate_argnums=(0, 1))  # without clipping: jo.jit, as jax.jit
 
-# 3. Verify. On a CPU, compile for an H100.
-state = tx.init(params)
+# 3. Verify; on a CPU, for an H100.
+state = tx.init(params)  # to verify: jo.abstract_state
 target = "h100" if jax.default_backend() == "cpu" else None
 print(jo.verify(train, params, state, batch, target=target))
 

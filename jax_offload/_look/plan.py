@@ -175,6 +175,7 @@ def plan(
     compute = known and tokens and compute_time(known, operations * multiplied * tokens / count, dtype)
     if known and compute and (made is None or made.target is None):
         speed = f"{1e-12 / compute_time(known, 1.0, dtype):.4g} TFLOP/s"
+        speed += f" on each of {count} devices" if count > 1 else ""
         said.append(
             f"{dtype} arithmetic: {tokens:,} tokens × {operations} operations per matrix parameter "
             f"({'the checkpoint repeats 2' if operations == RECOMPUTING else 'none repeated'}), at {speed}: "
