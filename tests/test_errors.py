@@ -261,3 +261,9 @@ def test_a_state_in_the_place_of_the_parameters(look, storage):
     for given, words in ((state, where), ({"params": params(), "opt": state}, r" in \['opt'\]")):
         with pytest.raises(ValueError, match=rf"params: expected the parameters.*an optimizer's state{words}.*State"):
             look(tx, given)
+
+
+@pytest.mark.parametrize("asks", [jo.abstract_state, jo.placement, jo.plan])
+def test_a_question_about_places_inside_a_trace_names_the_fix(asks):
+    with pytest.raises(ValueError, match=r"params: they are traced here.* Fix: call this function outside of jax\.jit"):
+        jax.jit(lambda params: asks(jo.offload(optax.adam(1e-3)), params) and params)({"w": jnp.ones((8, 8))})

@@ -125,7 +125,17 @@ def mesh_is_set() -> bool:
 
 
 def ambient_sharding() -> Sharding:
-    """Return the sharding of an array that nobody placed: replicated over the mesh that is set, or one device."""
+    """Return the sharding of an array that nobody placed: replicated over the mesh that is set, or one device.
+
+    Raises:
+      ValueError: a trace is under way, in which arrays have no places.
+    """
+    if private.traces():
+        raise ValueError(
+            "params: they are traced here, and a trace does not tell where arrays are. Fix: call this function outside "
+            "of jax.jit and of jax's transformations, with the parameters or jax.ShapeDtypeStructs; inside, "
+            "tx.init(params) makes a state."
+        )
     mesh = jax.sharding.get_mesh()
     if not mesh.empty:
         return NamedSharding(mesh, PartitionSpec())
