@@ -54,7 +54,7 @@ from jax_offload._program.private import without_dead_code
 from jax_offload._program.propagate import needed_for
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class Program:
     """A traced function with nested ``jit`` inlined: ``outputs`` from ``inputs`` (constants first) by ``eqns``.
 
@@ -198,11 +198,17 @@ class Builder:
         ins = self.read(eqn.invars) if operands is None else operands
         self.eqns.append(eqn if all(map(operator.is_, ins, eqn.invars)) else eqn.replace(invars=ins))
 
-    def copy(self, *eqns: Equation, results: Mapping[Var, Var] = MappingProxyType({})) -> list[Equation]:
-        """Append equations, whose results become ``results`` or else new variables; return all equations."""
+    def copy(
+        self, *eqns: Equation, results: Mapping[Var, Var] = MappingProxyType({}), line: Any = None
+    ) -> list[Equation]:
+        """Append equations, whose results become ``results`` or else new variables; return all equations.
+
+        ``line``: the traceback of all of them; by default each keeps its own.
+        """
         for eqn in eqns:
             outs = [v if isinstance(v, DropVar) else results.get(v) or Var(v.aval) for v in eqn.outvars]
-            self.eqns.append(eqn.replace(invars=self.read(eqn.invars), outvars=outs))
+            source = eqn.source_info if line is None else eqn.source_info.replace(traceback=line)
+            self.eqns.append(eqn.replace(invars=self.read(eqn.invars), outvars=outs, source_info=source))
             self.names.update(zip(eqn.outvars, outs, strict=True))
         return self.eqns
 

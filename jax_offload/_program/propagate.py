@@ -177,7 +177,7 @@ def bits(mask: Mask) -> Iterator[int]:
 # ---- parts of a program, in order
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
+@dataclasses.dataclass(eq=False, slots=True)
 class Node:
     """A part of a program or of a schedule.
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+import weakref
 from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Any, NamedTuple
 
@@ -308,6 +309,17 @@ def cut(program: Program, scalars_ahead: bool) -> list[Pass]:
     ``scalars_ahead`` makes such a scalar a result of its own, one pass ahead: each leaf, or chunk of a leaf, is loaded
     once for its part of the scalar, and once more for the equations that use the scalar.
     """
+    done = _cuts.setdefault(program, {})
+    if scalars_ahead not in done:
+        done[scalars_ahead] = _cut(program, scalars_ahead)
+    return done[scalars_ahead]
+
+
+# A program is cut where gates try its slices, and again where it is lowered in one piece.
+_cuts = weakref.WeakKeyDictionary[Program, dict[bool, list[Pass]]]()
+
+
+def _cut(program: Program, scalars_ahead: bool) -> list[Pass]:
     known = read(program, scalars_ahead)
     parts, number_of = parts_of(roots_of(program, known), known.last)
     divide(program, known, parts, number_of)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from types import MappingProxyType
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import jax
 
@@ -94,12 +94,15 @@ def _making_several(program: Program) -> set[int]:
 
 
 def localised(eqn: Equation) -> Update:
-    """Return the update of an equation in the step's variables: its operands and its results are the equation's."""
-    update: Update = eqn.params["update"]
+    """Return the update of an equation in the step's variables: its operands and its results are the equation's.
+
+    Its equations come from the line of the user's call.
+    """
+    update, line = cast(Update, eqn.params["update"]), eqn.source_info.traceback
     recipe = update.program
     new = Builder(names=dict(zip(recipe.inputs, eqn.invars, strict=True)))
     results = zip(variables(recipe.outputs), eqn.outvars, strict=True)
-    new.copy(*recipe.eqns, results={v: x for v, x in results if not isinstance(x, DropVar)})
+    new.copy(*recipe.eqns, results={v: x for v, x in results if not isinstance(x, DropVar)}, line=line)
     inputs = list(dict.fromkeys(variables(new.read(recipe.inputs))))
     program = dataclasses.replace(recipe, inputs=inputs, outputs=new.read(recipe.outputs), eqns=new.eqns)
     return with_program(update, program, new.names)
@@ -220,8 +223,7 @@ def inlined(program: Program) -> Inlined | None:
             continue
         update, results = localised(eqn.replace(invars=new.read(eqn.invars))), {*eqn.outvars}
         for each in decomposed(update.program.eqns):
-            line = each.source_info.replace(traceback=eqn.source_info.traceback)  # of the user's call
-            if _put(new, stored, each.replace(source_info=line), results, earlier):
+            if _put(new, stored, each, results, earlier):
                 own[id(eqns[-1])] = len(updates)
         updates.append(update)
         # An update that is the rest of one does not make all of its results.
@@ -252,6 +254,8 @@ def _with_parameters(step: Inlined) -> Inlined:
             claims[:1] = [dataclasses.replace(each, leaves=each.leaves | {old}) for each in claims[:1]]
             nexts = {**updates[number].next_values, v: old}
             updates[number] = dataclasses.replace(updates[number], next_values=nexts, claims=claims)
+    if not taken:
+        return step
     loads = {eqn.outvars[0]: eqn for eqn in step.program.eqns if id(eqn) in taken and is_load(eqn)}
     own, new = {**step.own}, Builder()
     for eqn in step.program.eqns:

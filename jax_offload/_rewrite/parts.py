@@ -200,17 +200,17 @@ def _parts(step: Inlined, plans: Mapping[int, InScan], moved: Set[int]) -> tuple
     for k in wanted:
         own = None if k in ahead else step.own.get(id(nodes[k].payload))
         grouped.setdefault(~k if own is None else own, []).append(nodes[k])
-    read_by = dict[Var, set[int]]()
+    read_by = dict[Var, int | None].fromkeys(outputs)  # the one of these that reads a value; ``None``: there are more
     for number, group in grouped.items():
         for v in (v for node in group for v in node.reads):
-            read_by.setdefault(v, set()).add(number)
-    read_by |= {v: {*read_by.get(v, ()), len(nodes)} for v in outputs}
+            if read_by.setdefault(v, number) != number:
+                read_by[v] = None
     rests, nodes = list[Update](), list[Node]()
     for number, group in grouped.items():
         if number < 0:
             nodes += group
             continue
-        made = {v for node in group for v in node.makes if not read_by.get(v, set()) <= {number}}
+        made = {v for node in group for v in node.makes if read_by.get(v, number) != number}
         rests.append(consisting_of(step.updates[number], [node.payload for node in group], made))
         nodes.append(_whole(rests[-1]))
     order, why = (None, "") if plans or not rests else _between_passes(step, nodes)
