@@ -13,6 +13,7 @@ from importlib import metadata as _metadata
 from jax_offload._disk.disk import Disk as disk
 from jax_offload._look.report import placement as placement
 from jax_offload._offload import offload as offload
+from jax_offload._offload import to_host as to_host
 from jax_offload._offload import update_params as update_params
 from jax_offload._state.checkpoint import restore as restore
 from jax_offload._state.checkpoint import save_args as save_args
@@ -20,7 +21,6 @@ from jax_offload._state.masters import with_master_params as with_master_params
 from jax_offload._state.state import abstract_state as abstract_state
 from jax_offload._state.state import from_plain as from_plain
 from jax_offload._state.state import to_device as to_device
-from jax_offload._state.state import to_host as to_host
 from jax_offload._state.state import to_plain as to_plain
 from jax_offload._state.storage import Storage as Storage
 from jax_offload._step.jit import compiler_options as compiler_options

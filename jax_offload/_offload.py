@@ -1,13 +1,15 @@
-"""Wrap an optax optimizer so that its state lives in pinned host memory; update and apply in one."""
+"""Wrap an optax optimizer so that its state lives in pinned host memory; update and apply in one; move to the host."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import optax
 from jax.core import Tracer
+from jax.sharding import SingleDeviceSharding
 
 from jax_offload._disk.disk import Disk
 from jax_offload._disk.leaves import opened
@@ -21,20 +23,27 @@ from jax_offload._emit.recipe import (
     where_it_was,
     zero_where,
 )
-from jax_offload._program.arrays import Offloaded, is_array
+from jax_offload._emit.region import holds_update
+from jax_offload._emit.run import put_whole
+from jax_offload._program import memory
+from jax_offload._program.arrays import Offloaded, is_array, is_traced
 from jax_offload._program.memory import (
     DEFAULT_MIN_BYTES,
     Layouts,
     inside_shard_map,
     loaded,
     on_host,
+    sharding_of,
     stored,
     types_tell,
 )
 from jax_offload._program.primitives import Home, guarded
 from jax_offload._program.private import traces
+from jax_offload._rewrite.inlined import traced_step
+from jax_offload._rewrite.rewritten import rewritten
 from jax_offload._schedule.schedule import Options, Order, merged
 from jax_offload._state import arguments
+from jax_offload._state.arguments import described
 from jax_offload._state.masters import checked_update
 from jax_offload._state.placement import Policy, Select, marked, place, place_next, warn_of_nothing
 from jax_offload._state.state import (
@@ -46,6 +55,7 @@ from jax_offload._state.state import (
     refused,
     resharded,
     resharded_state,
+    state_where_kept,
 )
 from jax_offload._state.storage import adopted, rules_of, warn_of_unstored, with_storage
 
@@ -319,3 +329,124 @@ def update_params(
 
     params, state = streamed(recipe, (grads, state, params, extra_args, skip), next_of=(2, 1))
     return jax.tree.map(arguments.load, params), stored(state)
+
+
+# ---- what lives in host memory, moved there
+
+
+def to_host(tx: Any, state: Any = None, params: Any = None, *args: Any, select: Any = None, fraction: Any = 1.0) -> Any:
+    """Move every leaf of ``state`` to where ``tx`` keeps it; or, ``to_host(params)``, parameters to host memory.
+
+    Use it after ``to_device``, to migrate a running resident job, or after pickle or NumPy. NumPy arrays that belong in
+    host memory go there directly.
+
+    Parameters of layers may live in host memory under ``jax_offload.jit``, which loads them layer by layer.
+    ``params = jo.to_host(params, loss, batch)`` traces ``loss(params, batch)`` and its gradient, and moves the
+    parameters that are loaded so. Those that it would load as a whole, such as an embedding beside a scan, stay on the
+    device; ``jax_offload.placement(step, ...)`` lists them. ``to_host(params)`` moves all.
+
+    Args:
+      tx: a transformation with an ``offload`` anywhere inside it; or a tree of parameters, concrete, traced or
+        abstract. Its arrays of 64 KiB and more move to pinned host memory, as far as the other arguments say.
+      state: the state of ``tx``, in any memory; under ``jit``, donate it. For parameters, a loss or a step: a function
+        whose first argument they are. It is traced and does not run.
+      params: the parameters, concrete or abstract. If they are left out, their tree is read off the state, as
+        ``optax.tree.map_params`` does. Behind a loss its second argument.
+      *args: the further arguments of the loss, concrete or abstract.
+      select: for parameters, which of them move, as ``jax_offload.offload(select=)`` says it of their state: regular
+        expressions searched in their paths, ``"layers"``; a pytree prefix with a bool for each subtree; or a function
+        of a path and a parameter.
+      fraction: for parameters, the share of these bytes that moves, or a pytree prefix with one for each subtree.
+
+    Returns:
+      A tree like ``state``, with its shapes and dtypes, each leaf in the memory in which ``tx`` keeps it; or one like
+      the parameters.
+
+    Raises:
+      TypeError: ``tx`` is not a transformation, or is one beside ``select`` or ``fraction``.
+      ValueError: the parameters' tree cannot be read off the state, or the state belongs to another optimizer;
+        ``select`` or ``fraction`` does not fit the parameters, or the loss loads none of them layer by layer.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, optax, jax_offload as jo
+      >>> params = jax.device_put({"w": jnp.ones((256, 256))}, jax.devices()[0])
+      >>> resident = optax.adamw(1e-3).init(params)
+      >>> state = jo.to_host(jo.offload(optax.adamw(1e-3)), resident)
+      >>> state[0].mu["w"].sharding.memory_kind
+      'pinned_host'
+    """
+    of_parameters = not issubclass(type(tx), (optax.GradientTransformation, optax.MultiSteps))
+    if of_parameters and callable(state):
+        args = args if params is None else (params, *args)
+        select = _in_layers(tx, select, state, args)
+    elif not of_parameters and (select is not None or fraction != 1.0):
+        raise TypeError(
+            f"select, fraction: choose which parameters move, jo.to_host(params, select=...); got select={select!r} "
+            f"and fraction={fraction!r} beside a {type(tx).__name__}. Fix: leave them out, as tx says where its state "
+            "lives: jo.offload(..., select=...)."
+        )
+    elif not of_parameters or state is not None or params is not None:
+        return state_where_kept(tx, state, params)
+    leaves, treedef = jax.tree.flatten(tx)
+    pairs = zip(leaves, place(Policy(fraction, select), tx, tx), strict=True)
+    return guarded(jax.tree.unflatten(treedef, [_in_host_memory(x) if leaf.host else x for x, leaf in pairs]), tx)
+
+
+def _in_layers(params: Any, select: Any, step: Callable[..., Any], args: Any) -> Any:
+    """Say for each parameter whether a step, or the gradient of a loss, loads it by layers rather than as a whole.
+
+    Raises:
+      ValueError: it loads none so.
+    """
+    moves = [leaf.host for leaf in place(Policy(select=select), params, params)]
+    leaves, treedef = jax.tree.flatten((params, args))
+    arrays = [k for k, x in enumerate(leaves) if is_traced(x)]
+    types = [_typed(leaves[k], k < len(moves) and moves[k]) for k in arrays]
+    trains = [k for k in arrays if k < len(moves) and jnp.issubdtype(leaves[k].dtype, jnp.floating)]
+    fun, tx = getattr(step, "__wrapped__", step) if hasattr(step, "lower") else step, offload(optax.sgd(1.0))
+
+    def run(*values: Any) -> Any:
+        filled = dict(enumerate(leaves)) | dict(zip(arrays, values, strict=True))
+        params, args = jax.tree.unflatten(treedef, [*filled.values()])
+        return fun(params, *args)
+
+    def trained(*values: Any) -> Any:
+        given = dict(zip(arrays, values, strict=True))
+
+        def total(own: list[Any]) -> Any:
+            results = jax.tree.leaves(run(*(given | dict(zip(trains, own, strict=True))).values()))
+            return sum(jnp.sum(x) for x in results if jnp.issubdtype(jnp.result_type(x), jnp.floating))
+
+        own = [given[k] for k in trains]
+        return update_params(tx, jax.grad(total)(own), tx.init(own), own)
+
+    with described([types[arrays.index(k)] for k in trains]):
+        closed, _ = traced_step(run, *types)
+        if not any(map(holds_update, closed.jaxpr.eqns)):  # a loss: a step updates with its gradient
+            closed, _ = traced_step(trained, *types)
+        found = rewritten(closed).jaxpr
+    whole = put_whole(found.eqns)
+    whole = {k for k, v in zip(arrays, found.invars, strict=True) if v in whole}
+    if not any(by_layers := [moves and k not in whole for k, moves in enumerate(moves)]):
+        raise ValueError(
+            "to_host(params, loss, ...): the step loads no parameter layer by layer, and as a whole it would need the "
+            "device's memory all the same. Fix: scan over stacked layers of 64 KiB and more each, or give the step "
+            "in place of the loss; jo.placement(jo.jit(loss), jo.to_host(params), ...) says how each is loaded."
+        )
+    return jax.tree.unflatten(jax.tree.structure(params), by_layers)
+
+
+def _typed(x: Any, in_host_memory: bool) -> Any:
+    """The type of an array in one of the memories. The sharding of a tracer is not known, and nothing runs."""
+    anywhere = SingleDeviceSharding(jax.devices()[0]) if isinstance(x, Tracer) else None
+    place = sharding_of(x) or anywhere or memory.ambient_sharding()
+    kind = memory.HOST_KIND if in_host_memory else memory.DEVICE_KIND
+    return memory.abstract(x.shape, x.dtype, memory.with_kind(place, kind))
+
+
+def _in_host_memory(x: Any) -> Any:
+    """Move an array to pinned host memory; an abstract array gets that memory in its type."""
+    if isinstance(x, jax.ShapeDtypeStruct):
+        place = memory.with_kind(x.sharding, memory.HOST_KIND) if x.sharding is not None else None
+        return x if place is None else memory.abstract(x.shape, x.dtype, place, x.weak_type)
+    return memory.well_typed(memory.to_host(x if isinstance(x, jax.Array) else jnp.asarray(x)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 from typing import Any
@@ -15,6 +16,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import jax_offload as jo
+from tests.aot.harness import H200, require
 from tests.support.trees import assert_close, kinds
 
 OLDEST = pytest.mark.oldest("types of memory in a trace")
@@ -268,6 +270,24 @@ def in_microbatches(tx: Any, loss: Any, *, unroll: int = 1, mean_of_losses: bool
     return step
 
 
+SHARDED = {"in_specs": PartitionSpec(), "out_specs": PartitionSpec(), "check_vma": False}
+
+
+def of_a_shard_map(tx: Any) -> Any:
+    """Let a loss be one; its gradient has two, of which one makes activations."""
+
+    @functools.partial(jax.shard_map, **SHARDED)
+    def loss(params: Any, x: Any) -> Any:
+        return jax.lax.pmean(layered(params, x), "data")
+
+    return trained(tx, loss, "update_params")
+
+
+def in_one_shard_map(tx: Any) -> Any:
+    """Run the whole step in one."""
+    return lambda *args: jax.shard_map(trained(tx, layered, "update_params"), **SHARDED)(*args)
+
+
 def through_checkpoint(params: Any, x: Any) -> Any:
     return jax.checkpoint(functools.partial(loss_of, jax.checkpoint(plain)))(params, x)
 
@@ -279,7 +299,7 @@ def in_groups(params: Any, x: Any, recomputed: Any = lambda group: group) -> Any
     def group(x: Any, layers: Any) -> Any:
         return jax.lax.scan(lambda x, w: (jax.checkpoint(plain)(x, w), None), x, layers)[0]
 
-    groups = params["layers"].reshape(2, 2, *params["layers"].shape[1:])
+    groups = params["layers"].reshape(-1, 2, *params["layers"].shape[1:])
     x, _ = jax.lax.scan(lambda x, layers: (group(x, layers), None), x, groups)
     return ((x @ params["head"]) ** 2).mean()
 
@@ -288,7 +308,7 @@ def in_a_shard_map(tx: Any) -> Any:
     """Make the gradients in a ``shard_map``, and update behind it."""
 
     def step(params: Any, state: Any, x: Any) -> Any:
-        @functools.partial(jax.shard_map, in_specs=PartitionSpec(), out_specs=PartitionSpec(), check_vma=False)
+        @functools.partial(jax.shard_map, **SHARDED)
         def value_and_grads(params: Any, x: Any) -> Any:
             return jax.lax.pmean(jax.value_and_grad(layered)(params, x), "data")
 
@@ -311,6 +331,8 @@ PASSES: dict[str, Any] = {  # the optimizer, and the step
     "groups of layers": (ADAMW, lambda tx: trained(tx, in_groups, "update_params")),
     "groups that are recomputed": (ADAMW, lambda tx: trained(tx, recomputed, "update_params")),
     "a shard_map": (ADAMW, in_a_shard_map),
+    "a loss in a shard_map": (ADAMW, of_a_shard_map),
+    "a step in a shard_map": (ADAMW, in_one_shard_map),
     "a mean of losses": (ADAMW, lambda tx: in_microbatches(tx, layered, mean_of_losses=True)),
 }
 
@@ -350,6 +372,12 @@ UNROLLED: dict[str, Any] = {  # a layer, the same with parameters on the device,
 }
 
 
+def unrolled(layer: Any, params: Any, x: Any) -> Any:
+    for k in range(6):
+        x = layer(x, params[f"w{k}"])
+    return ((x @ params["head"]) ** 2).mean()
+
+
 @pytest.mark.parametrize("form", ["update", "update_params"])
 @pytest.mark.parametrize("name", UNROLLED)
 def test_unrolled_layers_are_loaded_where_a_pass_reads_them(name, form):
@@ -359,16 +387,10 @@ def test_unrolled_layers_are_loaded_where_a_pass_reads_them(name, form):
     whole = {f"w{k}": rng.normal(size=(128, 128)) / 16 for k in range(6)} | {"head": rng.normal(size=(128, 8))}
     params = jax.device_put(jax.tree.map(jnp.float32, whole), sharding)
     x = jax.device_put(jnp.float32(rng.normal(size=(64, 128))), sharding)
-
-    def loss(layer: Any, params: Any, x: Any) -> Any:
-        for k in range(6):
-            x = layer(x, params[f"w{k}"])
-        return ((x @ params["head"]) ** 2).mean()
-
     tx = jo.offload(inner)
     want, got = (params, inner.init(params)), (jo.to_host(params, select="w"), tx.init(params))
-    plain_step = jax.jit(trained(inner, functools.partial(loss, resident), "update"))
-    step = jo.jit(trained(tx, functools.partial(loss, own), form), donate_argnums=(0, 1))
+    plain_step = jax.jit(trained(inner, functools.partial(unrolled, resident), "update"))
+    step = jo.jit(trained(tx, functools.partial(unrolled, own), form), donate_argnums=(0, 1))
     table = jo.placement(step, *got, x)
     rows = [leaf for leaf in table.leaves if leaf.path.startswith("[0]")]
     assert len(rows) == 6 and all("whole: where a pass reads it" in leaf.streams for leaf in rows), table
@@ -461,16 +483,133 @@ def test_clipped_behind_the_passes(form):
 
 
 @pytest.mark.parametrize("differentiates", [False, True])
-def test_an_evaluation_loads_rows(differentiates):
+@pytest.mark.parametrize("scans", [False, True])
+def test_an_evaluation_loads_layer_by_layer(scans, differentiates):
     """A function without an update does so under ``jo.jit``."""
     sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-    params = jax.device_put({"layers": jnp.full((4, 128, 128), 0.01), "head": jnp.ones((128, 8))}, sharding)
-    x, there = jax.device_put(jnp.ones((8, 128)), sharding), jo.to_host(params)
-    fun = jax.value_and_grad(layered) if differentiates else layered
+    shapes = {"layers": (4, 128, 128)} if scans else {f"w{k}": (128, 128) for k in range(6)}
+    params = {k: jnp.full(s, 0.001, device=sharding) for k, s in shapes.items()}
+    params["head"] = jnp.ones((128, 8), device=sharding)
+    x, there = jnp.ones((64, 128), device=sharding), jo.to_host(params)
+    loss = layered if scans else functools.partial(unrolled, jax.checkpoint(plain))
+    fun = jax.value_and_grad(loss) if differentiates else loss
     evaluate = jo.jit(fun)
-    (row,) = jo.placement(evaluate, there, x).leaves
-    assert row.streams.startswith("4 rows, in the scan that reads the parameters"), row
-    assert_close(evaluate(there, x), fun(params, x), 1e-5)
+    rows = [leaf for leaf in jo.placement(evaluate, there, x).leaves if leaf.host]
+    how = "4 rows, in the scan that reads the parameters" if scans else "whole: where a pass reads it"
+    assert len(rows) == len(shapes) and all(leaf.streams.startswith(how) for leaf in rows), rows
+    assert_close(evaluate(there, x), jax.jit(fun)(params, x), 1e-5)
+    assert differentiates or jo.verify(evaluate, there, x).problems == ()  # which need not return what it reads
+
+
+MODELS = {
+    "scanned": (layered, {"layers"}),
+    "unrolled": (functools.partial(unrolled, plain), {f"w{k}" for k in range(6)}),
+}
+
+
+def of_model(name: str, width: int) -> tuple[Any, ...]:
+    """The loss and the layers of a model, with abstract parameters and a batch."""
+    at = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    loss, layers = MODELS[name]
+    shapes = {k: (8, width, width) if name == "scanned" else (width, width) for k in layers}
+    params = {k: jax.ShapeDtypeStruct(s, "float32", sharding=at) for k, s in {**shapes, "head": (width, 256)}.items()}
+    return loss, layers, params, jax.ShapeDtypeStruct((64, width), "float32", sharding=at)
+
+
+@pytest.mark.parametrize("given", ["loss", "step"])
+@pytest.mark.parametrize("name", MODELS)
+def test_what_would_load_whole_stays(name, given):
+    """A trace of the loss or of the step tells, and ``placement`` lists it: a head behind a scan, say."""
+    loss, layers, shapes, x = of_model(name, 128)
+    tx, params = jo.offload(ADAMW), jax.tree.map(lambda x: jnp.ones(x.shape, device=x.sharding), shapes)
+    step, state = jo.jit(trained(tx, loss, "update_params")), jo.abstract_state(tx, shapes)
+    args = (loss, x) if given == "loss" else (step, state, x)
+    expected = [HOST if k in layers or name == "unrolled" else DEVICE for k in sorted(params)]
+    for found in (
+        jo.to_host(shapes, *args),
+        jo.to_host(params, *args),
+        jax.jit(lambda p: jo.to_host(p, *args))(params),
+    ):
+        assert kinds(found) == expected
+    assert {*kinds(jo.to_host(params, *args, select=sorted(layers)[0]))} == {HOST, DEVICE}
+    there = jo.to_host(shapes, *args)
+    stays = [leaf.path for leaf in jo.placement(step, there, state, x).leaves if "stays on the device" in leaf.streams]
+    assert stays == ([] if name == "unrolled" else ["[0]['head']"])
+    with pytest.raises(ValueError, match=r"loads no parameter layer by layer.*Fix: scan over stacked layers"):
+        jo.to_host(shapes, lambda p, x: sum(jnp.sum(w @ w.mT) for w in p.values()) * x.sum(), x)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_peak_with_what_would_load_whole_on_the_device(name):
+    require(H200)
+    loss, _, params, x = of_model(name, 1024)
+    tx = jo.offload(ADAMW)
+    step, state = jo.jit(trained(tx, loss, "update_params"), donate_argnums=(0, 1)), jo.abstract_state(tx, params)
+    ways = params, jo.to_host(params), jo.to_host(params, loss, x)
+    resident, everything, layers = (jo.verify(step, p, state, x, target=H200) for p in ways)
+    assert layers.peak < 0.8 * resident.peak and layers.peak <= 1.03 * everything.peak
+    assert layers.problems == () and layers.loaded <= everything.loaded
+
+
+def test_groups_that_are_recomputed_do_not_outlive_each_other():
+    """With XLA's concurrent graphs all of them would be alive at once."""
+    require(H200)
+    _, _, params, _ = of_model("scanned", 512)
+    tx, x = jo.offload(ADAMW), jax.ShapeDtypeStruct((8192, 512), "float32", sharding=params["head"].sharding)
+    state, peaks = jo.abstract_state(tx, params), list[int]()
+    for given in (params, jo.to_host(params, recomputed, x)):
+        step = jo.jit(trained(tx, recomputed, "update_params"), donate_argnums=(0, 1))
+        peaks.append(jo.inspect(step, given, state, x, target=H200).peak)
+    on_device, on_host = peaks
+    assert on_host <= on_device
+
+
+def test_verify_names_the_parameter_and_the_fix():
+    """Loaded as a whole though ``jo.jit`` loads it by layers, not returned, forced to the device, or not loaded."""
+    require(H200)
+    loss, _, params, x = of_model("scanned", 1536)
+    tx = jo.offload(ADAMW)
+    state, there = jo.abstract_state(tx, params), jo.to_host(params, loss, x)
+    train = trained(tx, loss, "update_params")
+    on_device, in_state = (jax.tree.map(lambda x: x.sharding, tree) for tree in (params, state))
+
+    def whole(params: Any, *args: Any) -> Any:
+        return trained(tx, lambda p, x: loss(jo.to_device(p), x), "update_params")(params, *args)
+
+    def dropped(*args: Any) -> Any:
+        return train(*args)[1:]
+
+    named = r"params\['layers'\]"
+    for step, says in [
+        (jax.jit(whole), rf"{named}: is loaded as a whole, 72.00 MiB: jax_offload.jit\(step\) loads it layer by layer"),
+        (jo.jit(train, out_shardings=(on_device, in_state, None)), rf"{named}: 1 of 3 .* not returned.*out_shardings"),
+        (jo.jit(lambda params, *args: dropped(params, *args)), rf"{named}: 1 of 3 leaves .* are not returned there"),
+        (jo.jit(train, in_shardings=(on_device, None, None)), r"\[0\]\['layers'\].*in_shardings, if any"),
+        (jax.jit(train), r"Fix: jax_offload.jit, which loads what is in host memory \(\[0\]\['layers'\] and"),
+    ]:  # fmt: skip
+        with (
+            pytest.warns() if "out_shardings" in says else contextlib.nullcontext(),
+            pytest.raises(ValueError, match=says),
+        ):
+            jo.verify(step, there, state, x, target=H200)
+    assert "Fix: jax_offload.jit" in jo.placement(jax.jit(train), there, state, x).unknown
+    head = {**params, "head": jax.ShapeDtypeStruct((1536, 16384), "float32", sharding=x.sharding)}
+    step, there = jo.jit(train, donate_argnums=(0, 1)), jo.to_host(head)
+    (warning,) = jo.verify(step, there, jo.abstract_state(tx, head), x, target=H200).problems
+    assert warning.leaf == "params['head']" and "jax_offload.to_host(params, loss, batch)" in warning.what
+
+
+def test_arithmetic_with_a_state_is_an_error_of_ours():
+    loss, _, shapes, x = of_model("scanned", 128)
+    params, x = jax.tree.map(lambda x: jnp.ones(x.shape, device=x.sharding), (shapes, x))
+    tx = jo.offload(ADAMW)
+    there, state = jo.to_host(params, loss, x), tx.init(params)
+    with pytest.raises(
+        ValueError, match=r"jo\.jit: memory_space .* no state of an optimizer.*Fix: jax_offload\.to_dev"
+    ):
+        jo.jit(lambda p, s: p["head"] + s[0].mu["head"])(there, state)
+    with jax.disable_jit(), pytest.raises(ValueError, match=r"jo\.jit: memory_space .* unless jit is disabled"):
+        jo.jit(loss)(there, x)
 
 
 def test_a_type_that_says_the_device():

@@ -384,6 +384,8 @@ def in_one_scan(step: Any) -> bool:
     hosts = [plan for plan in scans if plan.moves]
     if len(hosts) != 1 or len(scans) < len(plans):
         return False
+    if any(holds(eqn, is_loop) for plan in scans if plan.nest for eqn in plan.nest.before.jaxpr.eqns):
+        return False  # each group of layers is recomputed, and concurrent graphs would keep all groups
     if sum(nbytes(v.aval) for v in hosts[0].hosts) < LEAST_ROWS * hosts[0].scan.length:
         return False
     inside = [each for eqn in step.jaxpr.eqns for each in _bodies(eqn)]

@@ -19,7 +19,9 @@ from jax_offload._program.arrays import row_indices
 from jax_offload._program.jaxprs import (
     ClosedJaxpr,
     Equation,
+    Literal,
     Var,
+    called_by,
     jax_fun,
     jaxpr_like,
     jaxpr_of,
@@ -338,6 +340,21 @@ def prefetch(v: Var, names: Names) -> contextlib.AbstractContextManager[Any]:
 def is_prefetch(eqn: Equation) -> bool:
     """Whether an equation stands in such a scope."""
     return _PREFETCH in str(eqn.source_info.name_stack)
+
+
+def put_whole(eqns: Sequence[Equation]) -> set[Var]:
+    """Return the host arrays that a step itself moves to the device, as it does if an update runs ahead of a scan."""
+    found = set[Var]()
+    for eqn in eqns:
+        if eqn.primitive.name == "device_put" and not is_prefetch(eqn):
+            moves = zip(eqn.invars, eqn.outvars, strict=True)
+            moved = {x for x, y in moves if not isinstance(x, Literal) and not is_host_aval(y.aval)}
+            found |= {x for x in moved if is_host_aval(x.aval)}
+        elif eqn.primitive.name == "jit":  # both halves of a pipelined step
+            inner = called_by(eqn).jaxpr
+            put, taken = put_whole(inner.eqns), zip(eqn.invars, inner.invars, strict=True)
+            found |= {x for x, own in taken if not isinstance(x, Literal) and own in put}
+    return found
 
 
 def write_back(v: Var, names: Names) -> contextlib.AbstractContextManager[Any]:

@@ -24,14 +24,16 @@ from jax.tree_util import tree_flatten_with_path
 
 from jax_offload._disk.leaves import TOKEN, OnDisk, Place, is_on_disk
 from jax_offload._emit.region import holds_driven_update, kept_on_host
+from jax_offload._emit.run import put_whole
 from jax_offload._host.driver import Driven
 from jax_offload._host.stages import BEFORE
 from jax_offload._look.chips import Chip, chip, known_as
 from jax_offload._look.hlo import Module
-from jax_offload._look.report import jitted, may_be_step, opened
+from jax_offload._look.report import fix_of, jitted, may_be_step, opened, replaced
 from jax_offload._program import private
 from jax_offload._program.arrays import is_traced
 from jax_offload._program.memory import HOST_KIND, in_its_memory, is_host_aval, sharding_of
+from jax_offload._rewrite.rewritten import rewritten
 from jax_offload._state.arguments import described
 from jax_offload._step.jit import Jitted, Step, options_for_sending
 from jax_offload._step.pipelined import Pipelined
@@ -59,6 +61,9 @@ class Argument:
       gradient: whether it waits for the update, between two calls of a pipelined step.
       kept_on_host: whether the update that owns it keeps it in host memory; ``None`` if the step shows no update of an
         ``offload``.
+      replaced_by: the number of the result that takes its place in the next step, if one is like it.
+      put_whole: whether the step itself loads it as a whole, from host memory.
+      has_layers: whether ``jax_offload.jit`` would load it layer by layer instead.
     """
 
     name: str
@@ -66,6 +71,9 @@ class Argument:
     state: bool
     gradient: bool = False
     kept_on_host: bool | None = None
+    replaced_by: int | None = None
+    put_whole: bool = False
+    has_layers: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -126,6 +134,15 @@ def compiled(step: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], target
         raise TypeError(
             f"step: expected a training step, jitted or not, and its arguments; got a {type(step).__name__}."
         )
+    try:
+        return _compiled(step, args, kwargs, to)
+    except ValueError as error:
+        if not (fix := fix_of(error, (args, kwargs))):
+            raise
+        raise ValueError(f"step: {error}{fix}.") from error
+
+
+def _compiled(step: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], to: Target | None) -> Compiled:
     kept = carried = None
     if isinstance(step, Pipelined):
         step, args, carried = step.turned(*args, **kwargs)
@@ -140,7 +157,8 @@ def compiled(step: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], target
                 as_written = jax.jit(Step(step.__wrapped__, as_written=True), **step._options).trace(*args, **kwargs)
         kept = kept_on_host(as_written.jaxpr)
     own = step.compiling(to.platform, args, kwargs) if to and isinstance(step, Jitted) else private.options_of(whole)
-    return _lowered(whole, (args, kwargs), to, _given(whole, kept, carried), own)
+    given = _given(whole, kept, carried, as_jitted=not isinstance(step, Jitted) and carried is None)
+    return _lowered(whole, (args, kwargs), to, given, own)
 
 
 def _lowered(
@@ -193,14 +211,23 @@ def _of_jax(executable: Any, arguments: Sequence[Argument]) -> Compiled:
 # -- what the arguments are
 
 
-def _given(step: Any, kept: Sequence[bool] | None = None, carried: Mapping[str, Any] | None = None) -> list[Argument]:
+def _given(
+    step: Any,
+    kept: Sequence[bool] | None = None,
+    carried: Mapping[str, Any] | None = None,
+    *,
+    as_jitted: bool = False,
+) -> list[Argument]:
     """Describe the arguments of a traced step in jax's order.
 
     Args:
       step: the step.
       kept: for each of them whether the update that owns it keeps it in host memory.
       carried: the arguments that a pipelined step carries, as dicts by their names.
+      as_jitted: whether to compare the step with what ``jax_offload.jit`` would make of it.
     """
+    put, nexts = _put_whole(step.jaxpr), _replacing(step)
+    left = _put_whole(rewritten(step.jaxpr)) if as_jitted and any(put) else put
     paths = [path for path, _ in tree_flatten_with_path(step.args_info)[0]]
     avals, names = step.jaxpr.in_avals, step.jaxpr.jaxpr.debug_info.arg_names or [""] * len(paths)
     by_name: dict[Any, bool] = dict(zip(names_of(carried), _of_states(carried), strict=True)) if carried else {}
@@ -209,7 +236,25 @@ def _given(step: Any, kept: Sequence[bool] | None = None, carried: Mapping[str, 
         host = is_host_aval(aval)
         state = host or own or by_name.get(getattr(path[-1], "key", None), False)
         waits = bool(carried) and getattr(path[1], "idx", None) == 1
-        found.append(Argument(name or "", host, state, waits, None if kept is None else kept[k]))
+        own_kept = None if kept is None else kept[k]
+        found.append(Argument(name or "", host, state, waits, own_kept, nexts.get(k), put[k], put[k] and not left[k]))
+    return found
+
+
+def _put_whole(step: Any) -> list[bool]:
+    found = put_whole(step.jaxpr.eqns)
+    return [v in found for v in step.jaxpr.invars]
+
+
+def _replacing(step: Any) -> dict[int, int]:
+    """Match a traced step's arguments with the results that take their places, by number."""
+    given, results = step.args_info[0], step.out_info
+    numbers = {id(x): k for k, x in enumerate(jax.tree.leaves(results))}
+    by_place, found, first = replaced(given, results), dict[int, int](), 0
+    for k, x in enumerate(given):
+        of = [numbers[id(y)] for y in jax.tree.leaves(by_place.get(k))]
+        found |= dict(enumerate(of, first))
+        first += len(jax.tree.leaves(x))
     return found
 
 

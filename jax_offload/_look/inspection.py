@@ -52,7 +52,7 @@ class Problem:
 
 def problems(program: Compiled, schedule: Program, moved: Sequence[Transfer], window: int) -> tuple[Problem, ...]:
     """Return the faults of a step that is meant to be offloaded, errors first."""
-    checks = _nothing_there, _not_where_they_should_be, _crossed, _too_large
+    checks = _nothing_there, _not_where_they_should_be, _put_whole, _crossed, _too_large
     found = [problem for check in checks for problem in check(program)]
     found += [*_all_at_once(program, moved, window), *_host_arithmetic(schedule)]
     return tuple(sorted(found, key=lambda problem: not problem.error))
@@ -82,7 +82,11 @@ def _not_where_they_should_be(program: Compiled) -> Iterator[Problem]:
         (x.dtype, x.shape) for n, x in arrays.items()
         if x.host and (n not in program.given or program.given[n].kept_on_host is not False)
     )  # fmt: skip
-    given_back = Counter((x.dtype, x.shape) for x in program.module.given_back.values() if x.host)
+    results = program.module.given_back
+    given_back = Counter((x.dtype, x.shape) for x in results.values() if x.host)
+    # A function without an update, such as an evaluation, need not return what it reads.
+    evaluates = all(given.kept_on_host is None for given in program.given.values())
+    on_device = Counter((x.dtype, x.shape) for x in results.values() if not x.host)
     for number, given in program.given.items():
         array, kept = arrays.get(number), given.kept_on_host
         if array is None:
@@ -90,7 +94,11 @@ def _not_where_they_should_be(program: Compiled) -> Iterator[Problem]:
         if kept is None:  # no update is seen
             kept = given.state and given_back[array.dtype, array.shape] > taken[array.dtype, array.shape]
         if given.host and not array.host:
-            yield Problem("is handed over in host memory, and the program takes it on the device", names[number])
+            what = (
+                "is handed over in host memory, and the program takes it on the device. Leave in_shardings out, or let "
+                "them name its memory"
+            )
+            yield Problem(what, names[number])
         elif kept and not given.host:
             what = (
                 "belongs in host memory and arrives on the device, where it stays throughout the step. Move it before, "
@@ -98,14 +106,32 @@ def _not_where_they_should_be(program: Compiled) -> Iterator[Problem]:
             )
             yield Problem(what, names[number])
     for (dtype, shape), times in taken.items():
-        leaves = [names[number] for number, x in arrays.items() if (x.dtype, x.shape) == (dtype, shape)]
-        if (lost := times - given_back[dtype, shape]) > 0:
+        alike = [n for n, x in arrays.items() if (x.dtype, x.shape, x.host) == (dtype, shape, True)]
+        lost = times - given_back[dtype, shape]
+        if (min(lost, on_device[dtype, shape]) if evaluates else lost) > 0:
+            places = {n: program.given[n].replaced_by for n in alike if n in program.given}
+            gone = [n for n, k in places.items() if k is None or not results[(k,)[: len(results) > 1]].host]
             what = (
                 f"{lost} of {times} leaves {dtype}{list(shape)} in host memory are not returned there: the next step "
-                "finds them on the device. Return the state, with out_shardings of "
-                "jax_offload.abstract_state(tx, params) where there are any"
+                "finds them on the device. Return their next values, and where there are out_shardings, let them name "
+                "host memory, as the sharding of the argument and of jax_offload.abstract_state(tx, params) do"
             )
-            yield Problem(what, leaves[0] if len(leaves) == 1 else "")
+            yield Problem(what, some([names[n] for n in gone or alike]))
+
+
+def _put_whole(program: Compiled) -> Iterator[Problem]:
+    """Find arrays in host memory that the step itself loads whole: an error where they could be loaded by layers."""
+    for number, given in program.given.items():
+        array = program.module.taken.get(number)
+        if not given.put_whole or array is None or array.nbytes < _LARGE:
+            continue
+        why = (
+            "jax_offload.jit(step) loads it layer by layer"
+            if given.has_layers
+            else "no layer reads it by rows; params = jax_offload.to_host(params, loss, batch) keeps it on the device"
+        )
+        what = f"is loaded as a whole, {in_mib(array.nbytes)} MiB: {why}"
+        yield Problem(what, program.module.arguments[number].scope, error=given.has_layers)
 
 
 def _crossed(program: Compiled) -> Iterator[Problem]:

@@ -18,14 +18,14 @@ from jax.sharding import NamedSharding
 
 from jax_offload._disk.leaves import is_on_disk
 from jax_offload._emit.region import Found, Update, updates_in
-from jax_offload._emit.run import is_prefetch
+from jax_offload._emit.run import put_whole
 from jax_offload._look.text import aligned, in_mib, some, terminal_width
 from jax_offload._program import memory as _memory
 from jax_offload._program.arrays import is_traced
-from jax_offload._program.jaxprs import Equation, Literal, Var, called_by
-from jax_offload._program.memory import shards_of
+from jax_offload._program.jaxprs import Var
+from jax_offload._program.memory import sharding_of, shards_of
 from jax_offload._schedule.schedule import Planned, Window, claimed, from_disk, merged
-from jax_offload._state.arguments import described
+from jax_offload._state.arguments import described, is_state
 from jax_offload._state.placement import Leaf, unmanaged
 from jax_offload._state.state import described_state
 
@@ -40,6 +40,19 @@ _HINT = (
     "jax_offload traces this step with its arguments, without running it. Pass everything that it reads or changes as "
     "an argument, or pass the jitted function that it calls, step(*args)."
 )
+
+
+def fix_of(error: Exception, args: Any) -> str:
+    """What to do where jax refuses arithmetic between memories, or a sharding of another memory; else empty."""
+    if not isinstance(error, ValueError) or not re.search("^memory_space of|^Memory kinds passed", str(error)):
+        return ""
+    paths = jax.tree_util.tree_flatten_with_path(args)[0]
+    hosted = (path[1:] for path, x in paths if getattr(sharding_of(x), "memory_kind", None) == _memory.HOST_KIND)
+    names = some([*map(jax.tree_util.keystr, hosted)])
+    return (
+        f". Fix: jax_offload.jit, which loads what is in host memory ({names}), and in_shardings, if any, that "
+        "name the memory of each argument; or load it in the step, jax_offload.to_device(x)"
+    )
 
 
 def may_be_step(x: Any) -> bool:
@@ -147,7 +160,8 @@ class Placement:
     (``['layers_{00..23}']``, ``.{mu,nu}``). It is as wide as the terminal, or 80 columns.
 
     Attributes:
-      leaves: a ``Leaf`` for every state leaf; for a step, for every argument in host memory.
+      leaves: a ``Leaf`` for every state leaf; for a step, for every argument in host memory, and for each large one
+        that stays on the device beside parameters in host memory.
       unknown: why ``update`` could not be traced; empty if it could.
       windows: for each ``offload`` that streams something, the bytes of state on each device at a time, ``nbytes``, and
         ``why`` there are so many.
@@ -261,9 +275,10 @@ def placement(tx: optax.GradientTransformation | Callable[..., Any], *args: Any,
 
 _UNSEEN = "not loaded by an update in what was traced; under vmap and derivatives none is seen"
 _PUT = (
-    "whole, by a device_put of the step itself, which no window limits; keep a parameter that no scan reads by rows on "
-    "the device, with jo.to_host(params, select=...)"
+    "whole, by a device_put of the step itself, which no window limits; keep what no layer reads by rows on "
+    "the device, with jo.to_host(params, loss, batch) or select="
 )
+_BESIDE = "stays on the device, beside parameters in host memory"
 _NO_UPDATE = "no update of an offload was seen in it (under vmap and derivatives none is)"
 
 
@@ -292,7 +307,26 @@ def _of_step(step: Any, args: Any, kwargs: Any) -> Placement:
         trace, unknown = trace_of(call, args, kwargs)
     flat = jax.tree_util.tree_flatten_with_path((args, kwargs), is_leaf=is_on_disk)[0]
     rows = [_argument(_name(path, bound), x) for path, x in flat]
-    return _table(rows, jax.tree.leaves((args, kwargs)), trace, unknown, of_step=True)[0]
+    table = _table(rows, jax.tree.leaves((args, kwargs)), trace, unknown, of_step=True)[0]
+    return dataclasses.replace(table, leaves=(*table.leaves, *_beside(args, kwargs, [path for path, _ in flat], rows)))
+
+
+def _beside(args: Any, kwargs: Any, paths: Sequence[Any], rows: Sequence[Leaf]) -> list[Leaf]:
+    """Return the rows of the arrays that stay on the device in an argument whose other arrays, and no optimizer's
+    state, are in host memory."""
+
+    def is_whole(x: Any) -> bool:
+        return is_state(x) or is_on_disk(x)
+
+    parts = jax.tree.leaves((args, kwargs), is_leaf=is_whole)
+    of_state = [is_state(x) for x in parts for _ in jax.tree.leaves(x, is_leaf=is_on_disk)]
+    given = [each for each in zip(paths, rows, of_state, strict=True) if not each[2]]
+    partly = {path[:2] for path, row, _ in given if row.host}
+    return [
+        dataclasses.replace(row, streams=_BESIDE)
+        for path, row, _ in given
+        if path[:2] in partly and not row.host and not row.disk and row.nbytes >= _memory.DEFAULT_MIN_BYTES
+    ]
 
 
 def _name(path: tuple[Any, ...], bound: int) -> str:
@@ -347,7 +381,7 @@ def _table(
                 loads[v].append((how, p))
             if p.slice.loads and not own:
                 elsewhere[f"{how}, through {in_mib(p.window.nbytes)} MiB"] += 1
-    put = set() if trace is None else _put(trace.jaxpr.eqns)
+    put = set() if trace is None else put_whole(trace.jaxpr.eqns)
     for row, v in zip(rows, of_row, strict=True):
         of = [] if v is None else loads[v]
         hidden = (row.host or row.disk) and not of and not unknown
@@ -385,20 +419,6 @@ def _ways(each: Found) -> Iterator[str]:
         yield ", ".join(filter(None, [transfer, f"{n} leaves together" if n > 1 else "", iterations]))
 
 
-def _put(eqns: Sequence[Equation]) -> set[Any]:
-    """Return the host arrays that the step itself moves to the device, as it does if an update runs ahead of a scan."""
-    found, is_host = set[Any](), _memory.is_host_aval
-    for eqn in eqns:
-        if eqn.primitive.name == "device_put" and not is_prefetch(eqn):
-            moves = zip(eqn.invars, eqn.outvars, strict=True)
-            found |= {x for x, y in moves if not isinstance(x, Literal) and is_host(x.aval) and not is_host(y.aval)}
-        elif eqn.primitive.name == "jit":  # both halves of a pipelined step
-            inner = called_by(eqn).jaxpr
-            put, taken = _put(inner.eqns), zip(eqn.invars, inner.invars, strict=True)
-            found |= {x for x, own in taken if not isinstance(x, Literal) and own in put}
-    return found
-
-
 def _in_words(said: Sequence[str]) -> str:
     repeated = len(said) > 1 and len(set(said)) == 1
     return f"{said[0]} ({len(said)} times)" if repeated else "; then ".join(said)
@@ -420,7 +440,8 @@ def trace_of(fun: Callable[..., Any], *args: Any) -> tuple[Any, str]:
     try:
         return jax.jit(with_arrays).trace(*(_memory.in_its_memory(leaves[k]) for k in arrays)).jaxpr, ""
     except Exception as error:
-        return None, f"it raises {type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+        why = (str(error).splitlines() or [""])[0] + fix_of(error, args)
+        return None, f"it raises {type(error).__name__}: {why}"
 
 
 _ORDER = "order: guessed from the parameters' paths; "
@@ -538,7 +559,8 @@ def _sentences(table: Placement) -> list[str]:
     host, disk = table.host_bytes, table.disk_bytes
     total = host + disk + table.device_bytes
     of_step = all(leaf.why == ARGUMENT for leaf in table.leaves)
-    what = "arguments that are, or arrive, in host memory" if of_step else "optimizer state"
+    beside = ", and arrays beside them" * any(leaf.streams == _BESIDE for leaf in table.leaves)
+    what = f"arguments that are, or arrive, in host memory{beside}" if of_step else "optimizer state"
     summary = (
         f"{what}: {in_mib(total)} MiB, of which {in_mib(host)} MiB ({host / total if total else 0.0:.1%}) in "
         f"{_memory.HOST_KIND} and {in_mib(table.device_bytes)} MiB on the device"

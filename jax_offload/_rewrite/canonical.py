@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from typing import Any
 
@@ -21,7 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jax_offload._emit.region import Update, bound, is_update
+from jax_offload._emit.region import Update, bound, holds_update, is_update
 from jax_offload._program.jaxprs import (
     REFERENCES,
     Atom,
@@ -124,22 +125,55 @@ def _opened(program: Program) -> Program:
 
 def inside_shard_maps(program: Program) -> Program:
     """Move updates into the ``shard_map`` that makes their gradients, or that reads what they make, where each device
-    has whole parameters."""
+    has whole parameters. Parameters move between memories inside it, too, where scans can load their rows."""
     for find in (_after_shard_map, _before_shard_map):
         for at, eqn in enumerate(program.eqns):
             if eqn.primitive.name == "shard_map" and _is_manual(eqn) and (moved := find(program, at)):
-                return _moved_inside(program, at, [*_loads_for(program, at, moved), *moved])
-    return program
+                return _transfers_inside(_moved_inside(program, at, moved), divided=False)
+    is_step = any(eqn.primitive.name == "shard_map" and holds_update(eqn) for eqn in program.eqns)
+    return _transfers_inside(program, divided=True) if is_step else program
 
 
-def _loads_for(program: Program, at: int, moved: Sequence[Equation]) -> list[Equation]:
-    """Find the loads that only a ``shard_map`` and equations that move into it read, where each device has the whole
-    value: inside, a scan loads its rows."""
-    this, inside = program.eqns[at], {id(program.eqns[at]), *map(id, moved)}
-    specs = zip(this.invars, this.params["in_specs"], strict=True)
-    whole = {v for v, spec in specs if isinstance(v, Var) and not any(spec)} - {*variables(program.outputs)}
-    whole.difference_update(v for eqn in program.eqns if id(eqn) not in inside for v in variables(eqn.invars))
-    return [eqn for eqn in program.eqns[:at] if is_load(eqn) and id(eqn) not in inside and eqn.outvars[0] in whole]
+def _transfers_inside(program: Program, *, divided: bool) -> Program:
+    """Let each ``shard_map`` load what it reads, and store what it makes for host memory.
+
+    ``divided``: whether this includes what it divides, as a step inside it does with the state.
+    """
+    origins = {eqn.outvars[0]: eqn.invars[0] for eqn in program.eqns if is_load(eqn)}
+    readers = Counter(v for eqn in program.eqns for v in {*variables(eqn.invars)})
+    readers.update(variables(program.outputs))
+    stored = {v for eqn in program.eqns if is_store(eqn) for v in variables(eqn.invars) if readers[v] == 1}
+
+    def rule(new: Builder, eqn: Equation, operands: list[Atom]) -> Sequence[Atom] | None:
+        if is_store(eqn) and is_host_aval(operands[0].aval):
+            return operands
+        if eqn.primitive.name != "shard_map" or not _is_manual(eqn):
+            return None
+        specs, out_specs = eqn.params["in_specs"], eqn.params["out_specs"]
+        of = [None if isinstance(v, Literal) or (any(spec) and not divided) else origins.get(v)
+              for v, spec in zip(eqn.invars, specs, strict=True)]  # fmt: skip
+        store = [v in stored and (divided or not any(spec)) for v, spec in zip(eqn.outvars, out_specs, strict=True)]
+        if not any(store) and all(x is None for x in of):
+            return None
+        given = [v if x is None else x for v, x in zip(operands, of, strict=True)]
+        # an array is passed once, or new parameters could not overwrite the old ones
+        keys = [(id(v), str(spec)) for v, spec in zip(given, specs, strict=True)]
+        places = {key: k for k, key in reversed([*enumerate(keys)])}
+        numbers = {key: n for n, key in enumerate(dict.fromkeys(keys))}
+        body = jax_fun(ClosedJaxpr(eqn.params["jaxpr"], []))
+
+        def run(*values: Any) -> list[Any]:
+            own = (values[numbers[key]] for key in keys)
+            made = body(*(v if x is None else to_device(v) for v, x in zip(own, of, strict=True)))
+            return [to_host(y) if moves else y for y, moves in zip(made, store, strict=True)]
+
+        once = [places[key] for key in numbers]
+        this = eqn.replace(params=eqn.params | {"in_specs": [specs[k] for k in once]})
+        return new.run(sharded_like(this, run), *(given[k] for k in once), like=eqn)
+
+    found = rebuilt(program, rule)
+    read = {*variables(found.outputs), *(v for eqn in found.eqns for v in variables(eqn.invars))}
+    return dataclasses.replace(found, eqns=[e for e in found.eqns if not is_load(e) or e.outvars[0] in read])
 
 
 def _is_manual(this: Equation) -> bool:

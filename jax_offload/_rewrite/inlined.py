@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from types import MappingProxyType
 from typing import Any, TypeVar, cast
 
@@ -21,7 +22,6 @@ from jax_offload._program.jaxprs import (
     branches_of,
     inner_of,
     jaxpr_of,
-    scan_of,
     variables,
 )
 from jax_offload._program.memory import is_host_aval, to_host
@@ -183,7 +183,7 @@ class Inlined:
       own: the equations of the updates, by identity, each with the number of its update.
       next_of: result -> the variable of the step whose next value it is.
       waiting: the same of gradients that wait in host memory for the next step.
-      like: the equation of the first update, or a scan where there is none.
+      like: the equation of the first update, or of a pass where there is none.
     """
 
     program: Program
@@ -205,10 +205,10 @@ class Inlined:
 
 
 def inlined(program: Program) -> Inlined | None:
-    """Return the program with its updates inlined; ``None`` where it has none, and no scan that could load rows."""
+    """Return the program with its updates inlined; ``None`` where it has none, and no pass that could load layers."""
     like = next(filter(is_update, program.eqns), None)
     if like is None and not any(map(holds_update, program.eqns)):  # an evaluation
-        like = next((eqn for eqn in program.eqns if scan_of(eqn) is not None), None)
+        like = next(filter(is_heavy_equation, program.eqns), None)
     if like is None:
         return None
     eqns, updates, own = list[Equation](), list[Update](), dict[int, int]()
@@ -431,11 +431,31 @@ def traced_step(
     """
     try:
         return jaxpr_of(fun, *args, static=static, named=named)
-    except ValueError as error:
+    except (TypeError, ValueError) as error:
         given = [x for k, x in enumerate(args) if k not in static], named
-        if "memory_space" not in str(error) or not any(map(_may_load, jax.tree.leaves(given))):
+        if not _is_of_memories(error) or not any(map(_may_load, jax.tree.leaves(given))):
             raise
-    return _with_loads(fun, args, static, named)
+    with explained():
+        return _with_loads(fun, args, static, named)
+
+
+@contextlib.contextmanager
+def explained() -> Iterator[None]:
+    """Say how to mend arithmetic between memories that remains in a step of ``jax_offload.jit``."""
+    try:
+        yield
+    except (TypeError, ValueError) as error:
+        if not _is_of_memories(error):
+            raise
+        raise ValueError(
+            f"jo.jit: {error}. It loads parameters in host memory, unless jit is disabled, and no state of an "
+            "optimizer, which update loads. Fix: jax_offload.to_device(x) of the array in host memory."
+        ) from error
+
+
+def _is_of_memories(error: Exception) -> bool:
+    """Whether jax refuses arithmetic between memories: it names the types, such as ``float32<host>[4]``."""
+    return "memory_space" in str(error) or "<host>" in str(error)
 
 
 def _may_load(x: Any) -> bool:

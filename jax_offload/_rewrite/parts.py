@@ -213,7 +213,7 @@ def _parts(step: Inlined, plans: Mapping[int, InScan], moved: Set[int]) -> tuple
         made = {v for node in group for v in node.makes if read_by.get(v, number) != number}
         rests.append(consisting_of(step.updates[number], [node.payload for node in group], made))
         nodes.append(_whole(rests[-1]))
-    order, why = (None, "") if plans or not rests else _between_passes(step, nodes)
+    order, why = (None, "") if plans or (step.updates and not rests) else _between_passes(step, nodes)
     if order is None:
         if not plans:  # only the update holds the passes back
             nodes = [Node(rests.pop(0), n.reads, n.makes) if isinstance(n.payload, Update) else n for n in nodes]
@@ -244,6 +244,8 @@ def _between_passes(step: Inlined, nodes: Sequence[Node]) -> tuple[list[Node] | 
         [node.payload for node in nodes if isinstance(node.payload, Update)],
     )
     nodes = _loaded_where_read(step, nodes, outputs)
+    if not rests and not any(isinstance(node.payload, Planned) for node in nodes):
+        return None, ""
     try:
         pieces = [node for node in nodes if not isinstance(node.payload, Update)]
         for rest in rests:

@@ -42,7 +42,6 @@ from jax_offload._program.program import (
     expanded,
     flat,
     rebuilt,
-    replaced,
     unguarded,
     without_effects_of_axes,
 )
@@ -278,19 +277,29 @@ def _inside(words: str, program: Program) -> dict[str, None]:
 
 
 def _by_step(program: Program) -> ClosedJaxpr | None:
-    """Rewrite the body of a loop over steps, or of a ``shard_map``, that holds a step's only update, as a step."""
+    """Rewrite the body of a loop over steps, or of a ``shard_map``, that holds a step's only update, as a step; and
+    the bodies of other ``shard_map``s that load parameters from host memory."""
     holding = [eqn for eqn in program.eqns if holds_update(eqn)]
     if len(holding) != 1 or program.effects:
         return None
-    (eqn,) = holding
-    if (scan := scan_of(eqn)) is not None:
-        run = functools.partial(_steps, scan)
-    elif eqn.primitive.name == "shard_map" and not _varies_behind_barriers(eqn):
-        body = without_effects_of_axes(flat(ClosedJaxpr(eqn.params["jaxpr"], []))).closed
-        run = sharded_like(eqn, lambda *operands: jax_fun(rewritten(body))(*operands))
-    else:
+    if not _is_sharded(holding[0]) and scan_of(holding[0]) is None:
         return None
-    return replaced(program, eqn, run).closed
+
+    def rule(new: Builder, eqn: Equation, operands: list[Atom]) -> Sequence[Atom] | None:
+        if (scan := scan_of(eqn)) is not None and eqn is holding[0]:
+            run = functools.partial(_steps, scan)
+        elif _is_sharded(eqn) and (eqn is holding[0] or any(is_host_aval(v.aval) for v in operands)):
+            body = without_effects_of_axes(flat(ClosedJaxpr(eqn.params["jaxpr"], []))).closed
+            run = sharded_like(eqn, lambda *operands: jax_fun(rewritten(body))(*operands))
+        else:
+            return None
+        return new.run(run, *operands, like=eqn)
+
+    return rebuilt(program, rule).closed
+
+
+def _is_sharded(eqn: Equation) -> bool:
+    return eqn.primitive.name == "shard_map" and not _varies_behind_barriers(eqn)
 
 
 def _varies_behind_barriers(eqn: Equation) -> bool:

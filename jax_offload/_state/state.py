@@ -44,7 +44,7 @@ from jax_offload._program.propagate import needed_for
 from jax_offload._program.slices import slice_of
 from jax_offload._state import storage
 from jax_offload._state.arguments import AROUND, Remembered, check_like, check_transformation, described
-from jax_offload._state.placement import Leaf, Policy, place, unmanaged
+from jax_offload._state.placement import Leaf, unmanaged
 
 # ---- how a state is divided: as its parameters are, and over further mesh axes, ZeRO-1 (Rajbhandari et al. 2020)
 #
@@ -319,54 +319,8 @@ def to_device(state: Any) -> Any:
     return guarded(jax.tree.map(on_device, state, is_leaf=is_on_disk), state)
 
 
-def to_host(tx: Any, state: Any = None, params: Any = None, *, select: Any = None, fraction: Any = 1.0) -> Any:
-    """Move every leaf of ``state`` to where ``tx`` keeps it; or, ``to_host(params)``, parameters to host memory.
-
-    Use it after ``to_device``, to migrate a running resident job, or after pickle or NumPy. NumPy arrays that belong in
-    host memory go there directly.
-
-    Parameters of stacked layers may live in host memory under ``jax_offload.jit``, whose scans load them layer by
-    layer: ``params = jo.to_host(params, select="layers")``. What a step uses outside of scans, such as an embedding, it
-    loads as a whole; leave that on the device.
-
-    Args:
-      tx: a transformation with an ``offload`` anywhere inside it; or, alone, a tree of parameters, concrete, traced or
-        abstract. Its arrays of 64 KiB and more move to pinned host memory, as far as ``select`` and ``fraction`` say.
-      state: the state of ``tx``, in any memory. Under ``jit``, donate it.
-      params: the parameters, concrete or abstract. If they are left out, their tree is read off the state, as
-        ``optax.tree.map_params`` does.
-      select: for parameters, which of them move, as ``jax_offload.offload(select=)`` says it of their state: regular
-        expressions searched in their paths, ``"layers"``; a pytree prefix with a bool for each subtree; or a function
-        of a path and a parameter.
-      fraction: for parameters, the share of these bytes that moves, or a pytree prefix with one for each subtree.
-
-    Returns:
-      A tree like ``state``, with its shapes and dtypes, each leaf in the memory in which ``tx`` keeps it; or one like
-      the parameters.
-
-    Raises:
-      TypeError: ``tx`` is not a transformation, or is one beside ``select`` or ``fraction``.
-      ValueError: the parameters' tree cannot be read off the state, or the state belongs to another optimizer;
-        ``select`` or ``fraction`` does not fit the parameters.
-
-    Example:
-      >>> import jax, jax.numpy as jnp, optax, jax_offload as jo
-      >>> params = jax.device_put({"w": jnp.ones((256, 256))}, jax.devices()[0])
-      >>> resident = optax.adamw(1e-3).init(params)
-      >>> state = jo.to_host(jo.offload(optax.adamw(1e-3)), resident)
-      >>> state[0].mu["w"].sharding.memory_kind
-      'pinned_host'
-    """
-    if state is None and params is None and not issubclass(type(tx), (optax.GradientTransformation, optax.MultiSteps)):
-        leaves, treedef = jax.tree.flatten(tx)
-        pairs = zip(leaves, place(Policy(fraction, select), tx, tx), strict=True)
-        return guarded(jax.tree.unflatten(treedef, [_in_host_memory(x) if leaf.host else x for x, leaf in pairs]), tx)
-    if select is not None or fraction != 1.0:
-        raise TypeError(
-            f"select, fraction: choose which parameters move, jo.to_host(params, select=...); got select={select!r} "
-            f"and fraction={fraction!r} beside a {type(tx).__name__}. Fix: leave them out, as tx says where its state "
-            "lives: jo.offload(..., select=...)."
-        )
+def state_where_kept(tx: Any, state: Any, params: Any = None) -> Any:
+    """Move every leaf of ``state`` to where ``tx`` keeps it."""
     params = params_like(tx, state) if params is None else params
     # Tracers do not tell shardings: under jit the next update divides the leaves.
     traced = any(isinstance(x, Tracer) for x in jax.tree.leaves((state, params)))
@@ -389,14 +343,6 @@ _GIVE_PARAMS = (
     "If you left out params, they were read off the state, which cannot show them in the case of masters, factored "
     "moments, and moments of another dtype: pass params, (tx, state, params)."
 )
-
-
-def _in_host_memory(x: Any) -> Any:
-    """Move an array to pinned host memory; an abstract array gets that memory in its type."""
-    if isinstance(x, jax.ShapeDtypeStruct):
-        place = memory.with_kind(x.sharding, memory.HOST_KIND) if x.sharding is not None else None
-        return x if place is None else memory.abstract(x.shape, x.dtype, place, x.weak_type)
-    return memory.well_typed(memory.to_host(x if isinstance(x, jax.Array) else jnp.asarray(x)))
 
 
 def to_plain(tx: optax.GradientTransformation, state: Any) -> Any:
@@ -482,7 +428,7 @@ def from_plain(tx: optax.GradientTransformation, state: Any, params: Any = None)
         stored = jax.tree.map(stored_like, traced_init(tx, params)[1], state, is_leaf=storage.is_stored)
     except (ValueError, TypeError) as error:
         raise ValueError(f"state: not a plain state of tx for these parameters: {error}. {_GIVE_PARAMS}") from error
-    return to_host(tx, stored, params)
+    return state_where_kept(tx, stored, params)
 
 
 @jax.tree_util.register_static

@@ -25,7 +25,7 @@ from jax_offload._program.jaxprs import jit as jit_of_jax
 from jax_offload._program.memory import copy_on_host, is_host_aval, mesh_is_set, on_host
 from jax_offload._program.primitives import guarded
 from jax_offload._program.private import traces
-from jax_offload._rewrite.inlined import traced_step
+from jax_offload._rewrite.inlined import explained, traced_step
 from jax_offload._rewrite.rewritten import is_driven, rewritten
 
 
@@ -253,7 +253,8 @@ class Step:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         fun = self.__wrapped__
         if not traces():  # jit is disabled, or jax looks for the operation that made a NaN
-            return fun(*args, **kwargs)
+            with explained():
+                return fun(*args, **kwargs)
         numbers = [i for i, x in enumerate(args) if _is_static(x)]
         named = {name: x for name, x in kwargs.items() if _is_static(x)}
         static = frozenset((*numbers, *named))
