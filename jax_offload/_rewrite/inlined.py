@@ -444,7 +444,7 @@ def explained() -> Iterator[None]:
     """Say how to mend arithmetic between memories that remains in a step of ``jax_offload.jit``."""
     try:
         yield
-    except (TypeError, ValueError) as error:
+    except ValueError as error:
         if not _is_of_memories(error):
             raise
         raise ValueError(
