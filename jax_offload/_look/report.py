@@ -320,11 +320,16 @@ def _beside(args: Any, kwargs: Any, paths: Sequence[Any], rows: Sequence[Leaf]) 
 
     parts = jax.tree.leaves((args, kwargs), is_leaf=is_whole)
     of_state = [is_state(x) for x in parts for _ in jax.tree.leaves(x, is_leaf=is_on_disk)]
-    given = [each for each in zip(paths, rows, of_state, strict=True) if not each[2]]
-    partly = {path[:2] for path, row, _ in given if row.host}
+    # the state of an nnx.Optimizer is no tuple of optax when it is split, but flax has a name for it
+    given = [
+        (path, row)
+        for path, row, state in zip(paths, rows, of_state, strict=True)
+        if not (state or "opt_state" in jax.tree_util.keystr(path))
+    ]
+    partly = {path[:2] for path, row in given if row.host}
     return [
         dataclasses.replace(row, streams=_BESIDE)
-        for path, row, _ in given
+        for path, row in given
         if path[:2] in partly and not row.host and not row.disk and row.nbytes >= _memory.DEFAULT_MIN_BYTES
     ]
 
