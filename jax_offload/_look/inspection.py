@@ -376,10 +376,11 @@ def verify(step: Any, *args: Any, target: str | None = None, **kwargs: Any) -> I
     """Raise if a step does not offload, or does not fit the chip: one line for your script or a test.
 
     A step does not offload if nothing of the state is in host memory, if a leaf arrives on the device or does not
-    return to the host although it should, if a donated buffer crosses memory kinds, or if all of the state is on the
-    device at once, as in the usual recipe. It does not fit if its peak exceeds the chip's memory; a peak beyond jax's
-    share of the memory is a warning. How much is hidden is not checked. On a CPU, where jax leaves out the copies, the
-    last of the faults and the peak can be seen only with a ``target``; ``unseen`` then says so.
+    return to the host although it should, if a donated buffer crosses memory kinds, if all of the state is on the
+    device at once, as in the usual recipe, or if a parameter in host memory is loaded as a whole and
+    ``jax_offload.jit`` would load it layer by layer. It does not fit if its peak exceeds the chip's memory; a peak
+    beyond jax's share of the memory is a warning. How much is hidden is not checked. On a CPU, where jax leaves out the
+    copies, what is on the device at once and the peak can be seen only with a ``target``; ``unseen`` then says so.
 
     Args:
       step: the step, as for ``jax_offload.inspect``.
