@@ -226,6 +226,19 @@ def test_what_looks_at_a_step_says_which_of_its_programs():
         assert jo.profile(step, params, state, X, steps=1).simulated is None
 
 
+def test_a_step_with_numbers_among_its_arguments_is_looked_at():
+    """Python's numbers are arguments of the program unless they are static."""
+    tx, params = offload(), model()
+
+    def counted(run, x, flag, scale=2.0):
+        params, state, seen = step_of(tx)(run["params"], run["state"], x * scale if flag else x)
+        return {"step": run["step"] + 1, "params": params, "state": state}, seen
+
+    run = {"step": 0, "params": params, "state": tx.init(params)}
+    step = jo.jit(counted, donate_argnums=0, static_argnames=("flag",))
+    assert jo.inspect(step, run, X, 1, scale=3).program == "before"
+
+
 @pytest.mark.parametrize("option", ["update_on", "disk"])
 def test_somebody_elses_program(option, disk):
     tx, params = offload(update_on="device", disk=disk) if option == "disk" else offload(), model()

@@ -31,7 +31,6 @@ from jax_offload._look.chips import Chip, chip, known_as
 from jax_offload._look.hlo import Module
 from jax_offload._look.report import fix_of, jitted, may_be_step, opened, replaced
 from jax_offload._program import private
-from jax_offload._program.arrays import is_traced
 from jax_offload._program.memory import HOST_KIND, in_its_memory, is_host_aval, sharding_of
 from jax_offload._rewrite.rewritten import rewritten
 from jax_offload._state.arguments import described
@@ -152,7 +151,7 @@ def _compiled(step: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], to: T
         whole = as_written = step.trace(*args, **kwargs)
         if isinstance(step, Jitted):  # which takes updates apart
             if any(map(holds_driven_update, whole.jaxpr.jaxpr.eqns)):
-                return _first_program((args, dict(kwargs)), whole, to)
+                return _first_program(step.without_static(args, dict(kwargs)), whole, to)
             with described():
                 as_written = jax.jit(Step(step.__wrapped__, as_written=True), **step._options).trace(*args, **kwargs)
         kept = kept_on_host(as_written.jaxpr)
@@ -308,7 +307,6 @@ def _first_program(given: tuple[Any, Any], whole: Any, to: Target | None) -> Com
     if any(isinstance(getattr(sharding_of(x), "mesh", None), jax.sharding.AbstractMesh) for x in leaves):
         raise ValueError(_ON_ABSTRACT)
     donated = [info.donated for info in jax.tree.leaves(whole.args_info)]
-    leaves = [x for x in jax.tree.leaves(given) if is_traced(x)]
     driven = Driven(whole.jaxpr, leaves, donated, {}, {}, segments=False)
     task, program, of_step = driven.first
     at = {v: k for k, v in enumerate(of_step.arguments)}
@@ -327,8 +325,7 @@ def _first_program(given: tuple[Any, Any], whole: Any, to: Target | None) -> Com
     jitted = jax.jit(before, donate_argnums=0, out_shardings=driven.result_places(task), compiler_options=options)
     first = jitted.trace(*handed)
     found = _lowered(first, (handed, {}), to, _given(first), options)
-    arrays = filter(is_traced, jax.tree.leaves(given, is_leaf=is_on_disk))
-    others = [x for k, x in enumerate(arrays) if k not in taken]
+    others = [x for k, x in enumerate(jax.tree.leaves(given, is_leaf=is_on_disk)) if k not in taken]
     elsewhere = any(is_on_disk(x) or getattr(sharding_of(x), "memory_kind", None) == HOST_KIND for x in others)
     return dataclasses.replace(found, program=BEFORE, host_elsewhere=elsewhere)
 

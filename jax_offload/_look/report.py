@@ -132,6 +132,7 @@ def replaced(args: Sequence[Any], results: Any) -> dict[int, Any]:
 
     def types_of(x: Any) -> Any:
         leaves, treedef = jax.tree.flatten(x)
+        leaves = [jax.typeof(leaf) if isinstance(leaf, bool | int | float | complex) else leaf for leaf in leaves]
         return treedef, [(getattr(leaf, "shape", None), getattr(leaf, "dtype", type(leaf))) for leaf in leaves]
 
     left = [results, *(results if isinstance(results, tuple | list) else ())]

@@ -364,6 +364,11 @@ class Jitted:
         traced = self._outermost(args, kwargs).trace(*args, **kwargs)
         return traced if Undone.found_in(traced.out_info) is None else self._inner.trace(*args, **kwargs)
 
+    def without_static(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return the arguments of a driven step that jax traces."""
+        undone = Undone.found_in(self._outermost(args, kwargs).trace(*args, **kwargs).out_info)
+        return (args, kwargs) if undone is None else _without(undone.static, args, kwargs)
+
     def lower(self, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
         """The same method as on the result of ``jax.jit``."""
         return self.trace(*args, **kwargs).lower()

@@ -108,5 +108,7 @@ def test_on_a_cpu(tmp_path):
 def test_what_is_donated_has_to_come_back():
     with pytest.raises(ValueError, match="argument 0 is donated, and no result has its structure"):
         jo.profile(jax.jit(lambda x: {"y": x + 1}, donate_argnums=0), jnp.ones(8))
+    counted = jax.jit(lambda run: {"step": run["step"] + 1, "w": run["w"] * 2}, donate_argnums=0)
+    assert jo.profile(counted, {"step": 0, "w": jnp.ones(8)}, steps=1).steps == 1  # a Python number comes back as one
     with pytest.raises(ValueError, match="steps=0; expected a whole number"):
         jo.profile(jnp.sin, jnp.ones(3), steps=0)

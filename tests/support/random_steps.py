@@ -742,7 +742,7 @@ class Step:
             new["critic"], new["critic_state"] = self.second(given, new, batch, key, grads)
         match r["target"]:
             case "average":
-                mixed = lambda t, p: (0.9 * t + 0.1 * p).astype(t.dtype)  # noqa: E731
+                mixed = lambda t, p: (0.9 * t + 0.1 * p).astype(t.dtype) if is_float(t) else t  # noqa: E731
                 new["target"] = jax.tree.map(mixed, given["target"], new["params"])
             case "copy":
                 new["target"] = jax.tree.map(jnp.copy, new["params"])
