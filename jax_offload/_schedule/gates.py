@@ -56,7 +56,8 @@ def interleaved(nodes: Sequence[Node], outputs: Sequence[Var]) -> list[Node]:
         piece, reader = nodes[k].payload, passes.next_reader(nodes[k])
         spots, at = (behind, passes.produced_after(nodes[k])) if reader is None else (ahead, reader)
         held = [] if reader is None else [v for v in piece.slice.inputs if is_large(v) and not is_host_aval(v.aval)]
-        spots.add(at, _Spot(k, piece.slice.loads, piece.token, held))
+        made = [v for v in piece.slice.inputs if passes.after.get(v) == at]
+        spots.add(at, _Spot(k, piece.slice.loads, piece.token, held, made))
     updates = behind.updates
     if 2 * max(updates, default=0) > sum(updates):
         raise CannotHoist(AT_ONCE if sum(updates) >= LEAST_GATES else FEW_PLACES)
@@ -123,12 +124,14 @@ class _Spot:
       stored: whether it is only stored, for the next step.
       held: its operands on the device: ahead of a pass XLA would update as soon as it can, and the loads of the piece
         would hide behind nothing.
+      gradients: its operands that the node makes after which it runs.
     """
 
     piece: int | None
     loads: Sequence[Var]
     tokens: Sequence[Var]
     held: Sequence[Var] = ()
+    gradients: Sequence[Var] = ()
     stored: bool = False
 
     @property
@@ -188,8 +191,12 @@ class _Spots:
             held = [v for k in whose for spot in self.at.get(k, []) for v in spot.held]
             front = passes.front(at - 1 if ahead else at)
             loads = loaded.get(at, [])
-            if front is not None and (loads or tokens):
-                both = dict.fromkeys([*loads, front, *held])
+            if front is not None:
+                held.append(front)
+            elif sum(spot.nbytes for spot in here) <= sum(spot.nbytes for spot in before):
+                held = [v for spot in here for v in spot.gradients]
+            if held and (loads or tokens):
+                both = dict.fromkeys([*loads, *held])
                 found[at] = Gate(tuple(both), tuple(v for v in dict.fromkeys(tokens) if v not in both))
         return found
 
