@@ -12,6 +12,7 @@ import bisect
 import dataclasses
 import itertools
 import math
+from collections import Counter
 from collections.abc import Iterator, Sequence
 
 import jax.numpy as jnp
@@ -52,12 +53,16 @@ def interleaved(nodes: Sequence[Node], outputs: Sequence[Var]) -> list[Node]:
     order = topological(nodes, [*heavy, *outer, *pieces])
     passes, number = Network(order, outputs), {id(node): k for k, node in enumerate(nodes)}
     ahead, behind = _Spots(), _Spots()
+    made, read = ({k: place(nodes[k]) for k in pieces} for place in (passes.produced_after, passes.next_reader))
+    many, few = Counter(made.values()), Counter(read.values())
     for k in pieces:
-        piece, reader = nodes[k].payload, passes.next_reader(nodes[k])
-        spots, at = (behind, passes.produced_after(nodes[k])) if reader is None else (ahead, reader)
-        held = [] if reader is None else [v for v in piece.slice.inputs if is_large(v) and not is_host_aval(v.aval)]
-        made = [v for v in piece.slice.inputs if passes.after.get(v) == at]
-        spots.add(at, _Spot(k, piece.slice.loads, piece.token, held, made))
+        piece, at, reader = nodes[k].payload, made[k], read[k]
+        if reader is None or (at >= 0 and many[at] <= few[reader]):
+            gradients = [v for v in piece.slice.inputs if passes.after.get(v) == at]
+            behind.add(at, _Spot(k, piece.slice.loads, piece.token, gradients=gradients))
+        else:  # its gradient is from the step before, or it needs a number made of many gradients
+            held = [v for v in piece.slice.inputs if is_large(v) and not is_host_aval(v.aval)]
+            ahead.add(reader, _Spot(k, piece.slice.loads, piece.token, held))
     updates = behind.updates
     if 2 * max(updates, default=0) > sum(updates):
         raise CannotHoist(AT_ONCE if sum(updates) >= LEAST_GATES else FEW_PLACES)
@@ -267,7 +272,7 @@ class Network:
         self.fronts = [  # the values with which a pass could continue, and the nodes that make them
             (k, v)
             for k, node in enumerate(order)
-            for v in reversed(node.makes)
+            for v in (() if isinstance(node.payload, Planned) else reversed(node.makes))
             if is_large(v) and self.after[v] >= 0 and v in self.reach
         ]
 
