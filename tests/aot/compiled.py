@@ -398,6 +398,8 @@ def worse(now: dict[str, Any], before: dict[str, Any]) -> list[str]:
         found.append(f"the reason was {before['why']!r}, and is {now['why']!r}")
     if now["exposed"] > before["exposed"] + EXPOSED:
         found.append(f"exposed {before['exposed']} -> {now['exposed']}")
+    if "resident" in now and before["exposed"] <= HIDDEN < now["exposed"]:
+        found.append(f"a kind that was hidden exposes {now['exposed']}")
     for name in ("host", "loaded", "stored", "collectives_ms"):
         if name in now and name in before and now[name] > before[name] * 1.01 + 1:
             found.append(f"{name} {before[name]} -> {now[name]}")

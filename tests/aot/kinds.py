@@ -158,16 +158,16 @@ def sharpness_aware(wrap: Callable[[Any], Any]) -> Any:
 # --- several updates -------------------------------------------------------------------------------------------------
 
 
-def both(a: jax.Array, b: jax.Array, x: jax.Array) -> jax.Array:
-    return mean_square(scanned(b, scanned(a, x)))
+def both(a: Tree, b: Tree, x: jax.Array, network: Callable[..., jax.Array] = scanned) -> jax.Array:
+    return mean_square(network(b, network(a, x)))
 
 
-def pair(step_of: Callable[..., Any], inner: Any = ADAMW, other: Any = None) -> Any:
+def pair(step_of: Callable[..., Any], inner: Any = ADAMW, other: Any = None, params: Tree = STACK) -> Any:
     """A step with two networks, an optimizer for each."""
 
     def make(wrap: Callable[[Any], Any]) -> Any:
         tx, ty = wrap(inner), (wrap(inner) if other is None else other)
-        args = (STACK, STACK, jo.abstract_state(tx, STACK), jo.abstract_state(ty, STACK), BATCH)
+        args = (params, params, jo.abstract_state(tx, params), jo.abstract_state(ty, params), BATCH)
         return step_of(tx, ty), args, (0, 1, 2, 3)
 
     return make
@@ -184,12 +184,13 @@ def simultaneous(tx: Any, ty: Any) -> Any:
     return step
 
 
-def alternating(tx: Any, ty: Any) -> Any:
+def alternating(tx: Any, ty: Any, network: Callable[..., jax.Array] = scanned) -> Any:
     """The second network's gradient is taken where the first one is new, as in a GAN."""
+    loss = partial(both, network=network)
 
     def step(a: Tree, b: Tree, s: Tree, t: Tree, x: Any) -> Any:
-        a, s = jo.update_params(tx, jax.grad(both)(a, b, x), s, a)
-        b, t = jo.update_params(ty, jax.grad(both, 1)(a, b, x), t, b)
+        a, s = jo.update_params(tx, jax.grad(loss)(a, b, x), s, a)
+        b, t = jo.update_params(ty, jax.grad(loss, 1)(a, b, x), t, b)
         return a, b, s, t
 
     return step
@@ -441,6 +442,7 @@ KINDS = [
     Kind("microbatches in a scan, with metrics", accumulated(True)),
     Kind("two networks, updated at once", pair(simultaneous)),
     Kind("two networks in turn, as in a GAN", pair(alternating)),
+    Kind("two unrolled networks in turn", pair(partial(alternating, network=unrolled), params=UNROLLED)),
     Kind("one network updated twice", twice),
     Kind("two networks, clipped separately", pair(simultaneous, CLIPPED), "pipelined"),
     Kind("one of two updates in a cond", pair(in_a_branch)),
