@@ -388,7 +388,8 @@ class Steps:
         window = min(row.window or 0, left)
         figures: dict[str, Any] = {"window": window, "gradients": 0, "activations": left - window}
         figures |= {"compiled": self.target, "host": max(row.host, found.host)}
-        if (time := found.timeline) is not None and not found.program:  # of several programs this is only the first
+        time = None if found.program else found.timeline  # of several programs this is only the first one's
+        if time is not None:
             figures |= {"loaded": found.loaded, "stored": found.stored, "link": time.link, "added": time.exposed}
         return dataclasses.replace(row, **figures), time and time.compute
 
