@@ -343,6 +343,7 @@ class Steps:
         self.advice = f"{missing} is not installed; " if missing else ""
         self.advice += "pip install 'jax_offload[aot]' and target=, such as \"h100\", give each row's peak and time"
         self._donated: tuple[int, ...] = ()
+        self._resident: float | None = None  # the seconds of arithmetic in the first row, for steps of several programs
 
     def parameters(self, inner: optax.GradientTransformation) -> Any:
         """Return the parameters, abstract, that ``make`` hands to the optimizer's ``init``."""
@@ -388,10 +389,12 @@ class Steps:
         window = min(row.window or 0, left)
         figures: dict[str, Any] = {"window": window, "gradients": 0, "activations": left - window}
         figures |= {"compiled": self.target, "host": max(row.host, found.host)}
-        time = None if found.program else found.timeline  # of several programs this is only the first one's
-        if time is not None:
+        compute = self._resident
+        if (time := found.timeline) is not None and not found.program:  # of several programs this is only the first
             figures |= {"loaded": found.loaded, "stored": found.stored, "link": time.link, "added": time.exposed}
-        return dataclasses.replace(row, **figures), time and time.compute
+            compute = time.compute
+            self._resident = self._resident or compute
+        return dataclasses.replace(row, **figures), compute
 
     def _made(self, tx: Any, name: str) -> tuple[Any, tuple[Any, ...]]:
         """Return a step for one row, and its arguments."""
