@@ -53,7 +53,8 @@ def interleaved(nodes: Sequence[Node], outputs: Sequence[Var]) -> list[Node]:
     order = topological(nodes, [*heavy, *outer, *pieces])
     passes, number = Network(order, outputs), {id(node): k for k, node in enumerate(nodes)}
     ahead, behind = _Spots(), _Spots()
-    made, read = ({k: place(nodes[k]) for k in pieces} for place in (passes.produced_after, passes.next_reader))
+    made = {k: passes.produced_after(nodes[k]) for k in pieces}
+    read = {k: passes.next_reader(nodes[k]) for k in pieces}
     many, few = Counter(made.values()), Counter(read.values())
     for k in pieces:
         piece, at, reader = nodes[k].payload, made[k], read[k]
