@@ -260,6 +260,7 @@ SETTINGS = {
     "no tracer outlives its trace": jax.checking_leaks,
     "no transfer that nobody asked for": functools.partial(jax.transfer_guard, "disallow"),
     "jax finds no fault in the programs": functools.partial(jax.enable_checks, True),
+    "no key is used twice": jax.debug_key_reuse,
 }
 
 
@@ -370,6 +371,15 @@ def test_what_a_step_returns_is_nobody_elses(way, tmp_path):
         assert not any(other.is_deleted() for other in (new, p, x, constant, *results[k + 1 :]))
 
 
+@pytest.mark.parametrize("way", WAYS[1:])
+def test_a_donated_array_that_nothing_reuses_is_freed(way, tmp_path):
+    """``jax.jit`` keeps such an array, and warns."""
+    tx = offloaded(way, tmp_path)
+    p, x = jax.device_put((jnp.eye(8), x_of(0)), jax.devices()[0])
+    jo.jit(signature(plain, tx), donate_argnums=2)(p, tx.init(p), x)
+    assert x.is_deleted()
+
+
 @pytest.mark.parametrize("way", WAYS)
 def test_arguments_on_two_devices(way, tmp_path):
     """jax's own error names the user's arguments; an argument that the step does not read may be anywhere."""
@@ -396,6 +406,13 @@ def test_jax_finds_what_it_compiled_of_a_function():
     for _ in range(3):
         jo.jit(double)(x)
     assert compiles() == before
+
+
+def test_what_wraps_a_step_is_another_function():
+    square = jo.jit(lambda x: x * x)
+    assert square(3.0) == 9 and jo.jit(jax.grad(square))(3.0) == 6
+    named = functools.wraps(double)(jo.jit(functools.partial(double, by=4)))
+    assert (named.__name__, named(3.0)) == ("double", 12)
 
 
 def test_what_a_function_closes_over_goes_with_it():
@@ -496,7 +513,12 @@ def test_it_has_what_the_result_of_jax_jit_has():
     assert step.trace(jax.ShapeDtypeStruct((4,), "float32", sharding=nowhere)).out_info.shape == (4,)
     assert pickle.loads(pickle.dumps(step))(jnp.ones(3), by=4).sum() == 12
     assert step.__wrapped__ is double and step.__name__ == "double"
-    step.clear_cache()
+    traces = []
+    for _ in range(2):
+        noted = jo.jit(traces.append)
+        noted(jnp.ones(3))
+        noted.clear_cache()
+    assert len(traces) == 2
     assert jax.vmap(jo.jit(double))(jnp.ones((2, 3))).sum() == 12
     assert jax.linearize(jo.jit(double), jnp.ones(3))[1](jnp.ones(3)).sum() == 6
     assert len(jax.make_jaxpr(step)(jnp.ones(3)).eqns) == 1

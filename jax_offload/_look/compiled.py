@@ -153,7 +153,7 @@ def _compiled(step: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], to: T
             if any(map(holds_driven_update, whole.jaxpr.jaxpr.eqns)):
                 return _first_program(step.without_static(args, dict(kwargs)), whole, to)
             with described():
-                as_written = jax.jit(Step(step.__wrapped__, as_written=True), **step._options).trace(*args, **kwargs)
+                as_written = jax.jit(Step(step._fun, as_written=True), **step._options).trace(*args, **kwargs)
         kept = kept_on_host(as_written.jaxpr)
     own = step.compiling(to.platform, args, kwargs) if to and isinstance(step, Jitted) else private.options_of(whole)
     given = _given(whole, kept, carried, as_jitted=not isinstance(step, Jitted) and carried is None)

@@ -303,25 +303,33 @@ class Jitted:
     step that is driven from Python undone, and says so in its result.
     """
 
+    # A decorator such as jax.grad hands on what is in __dict__, so there are the function's own attributes alone.
+    __slots__ = (
+        "__dict__", "__weakref__", "_called", "_fun", "_inner", "_made", "_options", "_was_called", "whole_step",
+    )  # fmt: skip
+
     def __init__(self, fun: Callable[..., Any], options: dict[str, Any]) -> None:
         vars(self).update(getattr(fun, "__dict__", {}))  # the function's own attributes, as jax.jit has them
         self.whole_step, self._called = _steps_of(fun)
         self._inner: Any = jit_of_jax(self.whole_step, **options)  # it raises for options that it does not take
         functools.update_wrapper(self, self._inner, updated=())
-        self.__wrapped__ = self.whole_step.__wrapped__  # which the steps do not keep alive
-        self._options = options
-        self._was_called = False
+        self._fun = self.__wrapped__ = self.whole_step.__wrapped__  # which the steps do not keep alive
+        self._options, self._was_called = options, False
+        self._made: tuple[Any, Any] | None = None
 
-    @functools.cached_property
+    @property
     def _programs(self) -> tuple[Any, Any]:
         """The step as a program, and as one that moves its state in a scan: jax takes the compiler's options first.
 
         They are made when they are first needed: a backend says whether jaxlib knows our options.
         """
+        if self._made is not None:
+            return self._made
         found = (self._compiling(compiler_options("cuda", in_scan=in_scan)) for in_scan in (False, True))
         first, second = ({**self._options, "compiler_options": options or None} for options in found)
         with warnings.catch_warnings(action="ignore", category=DeprecationWarning):  # which the first object has given
-            return jit_of_jax(self._called, **first), jit_of_jax(self._called, **second)
+            self._made = jit_of_jax(self._called, **first), jit_of_jax(self._called, **second)
+        return self._made
 
     def _compiling(self, ours: Mapping[str, Any]) -> dict[str, Any]:
         """The compiler's options: the caller's, or else ours."""
@@ -349,9 +357,9 @@ class Jitted:
         jitted = self._outermost(args, kwargs)
         if not (self._was_called or jax.config.jax_disable_jit):  # pyright: ignore[reportAttributeAccessIssue]
             self._was_called = True
-            _warn_of_uncommitted(self.__wrapped__, jitted.trace(*args, **kwargs), args, kwargs)
+            _warn_of_uncommitted(self._fun, jitted.trace(*args, **kwargs), args, kwargs)
         # The program of a driven step is empty, and would be given every argument: only its trace is asked for.
-        keeps = self._options.get("keep_unused")
+        keeps = self._options.get("keep_unused") or jax.config.jax_debug_key_reuse  # pyright: ignore
         result = jitted.trace(*args, **kwargs).out_info if keeps else jitted(*args, **kwargs)
         undone = Undone.found_in(result)
         if undone is None:
@@ -380,11 +388,12 @@ class Jitted:
     def clear_cache(self) -> None:
         """The same method as on the result of ``jax.jit``."""
         self._called.in_scan = None
-        for jitted in (self._inner, *self._programs):
+        traced: Any = jit_of_jax(self._fun)  # the function by itself, too
+        for jitted in (self._inner, *self._programs, traced):
             jitted.clear_cache()
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or "_inner" not in self.__dict__:
+        if name.startswith("__") or name in self.__slots__:
             raise AttributeError(name)
         return getattr(self._programs[bool(self._called.in_scan)], name)
 
@@ -395,7 +404,7 @@ class Jitted:
         return repr(self._inner)
 
     def __reduce__(self) -> Any:
-        return functools.partial(jit, **self._options), (self.__wrapped__,)
+        return functools.partial(jit, **self._options), (self._fun,)
 
 
 def _warn_of_uncommitted(step: Callable[..., Any], traced: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:

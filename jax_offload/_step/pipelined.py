@@ -84,7 +84,7 @@ def pipelined(
       >>> carry, aux = train((w, tx.init(w)), x)
       >>> w, state = train.finish(train(carry, x)[0])
     """
-    step = step.__wrapped__ if isinstance(step, Jitted) else step  # it rewrites the whole, turned round
+    step = step._fun if isinstance(step, Jitted) else step  # it rewrites the whole, turned round
     given = {"donate_argnames": donate_argnames, "donate_argnums": donate_argnums}
     jit_of_jax(step, **given, static_argnames=static_argnames, static_argnums=static_argnums)  # it checks all of them
     carried = _chosen(step, "donate_argnames", donate_argnums, donate_argnames)
