@@ -199,26 +199,27 @@ def test_two_passes_are_one_loop_where_both_are_alive_at_once(how):
 
 
 @OLDEST
+@pytest.mark.parametrize("place", [jo.to_device, jo.to_host])
 @pytest.mark.parametrize("way", [jo.jit, jo.pipelined])
-def test_prints_are_as_many_as_in_the_plain_step(way):
-    """Before the update, in the layers, after it."""
+def test_prints_are_as_many_as_in_the_plain_step(way, place):
+    """Before the update, in the layers, after it. The layers load their rows if the parameters are on the host."""
 
     def printed(tx):
         log = []
 
         def told(x, w):
             jax.debug.callback(lambda m: log.append(float(m)), x.mean())
-            return layer(x, w)
+            return layer(x, jo.to_device(w))
 
         def step(params, state, batch):
             value, grads = jax.value_and_grad(functools.partial(loss_of, layer=told))(params, batch)
             jax.debug.callback(lambda value: log.append(float(value)), value)
             params, state = jo.update_params(tx, grads, state, params)
-            jax.debug.callback(lambda w: log.append(float(w)), params["layers"][0, 0, 0])
+            jax.debug.callback(lambda w: log.append(float(w)), jo.to_device(params["layers"])[0, 0, 0])
             return params, state
 
         jitted = jax.jit(step) if tx is ADAMW else way(step, donate_argnums=(0, 1))
-        given = parameters(), tx.init(parameters())
+        given = parameters() if tx is ADAMW else place(parameters()), tx.init(parameters())
         if way is jo.jit or tx is ADAMW:
             jitted(*given, batch(0))
         else:
