@@ -187,6 +187,11 @@ def test_a_choice_between_memories_or_dtypes_outside_is_an_error_of_jax():
     jax.jit(outside.update)(params(), jo.to_host(outside, jo.to_device(outside.init(params()))), params())
     inside = jo.offload(optax.apply_if_finite(ADAM, 3), min_bytes=0)
     jax.jit(inside.update)(params(), jo.to_device(inside.init(params())), params())
+    state = jo.offload(optax.lbfgs(), min_bytes=0).init(params())
+    value_and_grad = jax.jit(lambda s: optax.value_and_grad_from_state(optax.tree.sum)(params(), state=s))
+    with said:
+        value_and_grad(state)
+    value_and_grad(jo.to_device(state))
     small = jax.tree.map(lambda x: x.astype(jnp.bfloat16), params())
     masters = jo.offload(optax.apply_if_finite(jo.with_master_params(ADAM), 3))
     with said:
