@@ -61,6 +61,18 @@ def loss_of(params: Any, batch: Any, **how: Any) -> Any:
     return ((model(params, batch["x"], **how) - batch["y"]) ** 2).mean()
 
 
+def apart(n: int = 4, width: int = WIDTH, dtype: Any = jnp.float32) -> dict[str, Any]:
+    """Square layers, each of them a leaf."""
+    w = {f"layer_{k}": jax.random.normal(jax.random.key(k), (width, width)) / width**0.5 for k in range(1, n + 1)}
+    return committed({name: x.astype(dtype) for name, x in w.items()})
+
+
+def loss_apart(params: Any, x: Any) -> Any:
+    for name in sorted(params):
+        x = jnp.tanh(x.astype(params[name].dtype) @ params[name])
+    return (x.astype(jnp.float32) ** 2).mean()
+
+
 def new_params(tx: Any, form: str, grads: Any, state: Any, params: Any, **extra: Any) -> tuple[Any, Any]:
     if form == "update_params":
         return jo.update_params(tx, grads, state, params, **extra)
