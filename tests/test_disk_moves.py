@@ -2,6 +2,7 @@
 
 import mmap
 import re
+import sys
 import threading
 
 import jax
@@ -13,9 +14,9 @@ import pytest
 
 import jax_offload as jo
 from tests.disk.faulty import NO_SPACE, Faulty, error, no_fault
+from tests.support import processes
 from tests.support.sizes import set_sizes
 from tests.support.trees import assert_equal, handles, kinds, read
-from tests.test_disk_processes import child
 
 INNER = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-2))
 PARAMS = {f"layer_{k}": np.full((64, 64), 1 + k / 7, np.float32) for k in range(4)}
@@ -81,43 +82,6 @@ STORED = [(None, 2 * LEAF), ("bfloat16", LEAF), ({"mu": "int8", "nu": "uint8"}, 
 
 
 @pytest.mark.parametrize(("storage", "host_bytes"), STORED)
-def test_a_store_restores_into_memory(disks, storage, host_bytes):
-    """The last commit, from an open store, while it is updated, and from a closed one."""
-    files, memory = disks(host_bytes=host_bytes), offload(storage=storage)
-    tx = offload(files, storage=storage)
-    weights, state = trained(tx)
-    files.commit(7, {"params": weights, "state": state})
-    tree = {"params": weights, "state": jo.to_host(memory, state, weights)}
-    step_of(tx)(weights, state, GRADS)
-    for _ in range(2):
-        got = jo.restore(files, target_of(memory), step=7)
-        same(got, tree)
-        assert types(got["state"]) == types(memory.init(params()))
-        files.close()
-    again = step_of(memory)(got["params"], got["state"], GRADS)
-    near(again, step_of(memory)(*tree.values(), GRADS))
-    resident = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), got)
-    got = jo.restore(files, resident)
-    same(got, tree)
-    assert {*kinds(got)} == {"device"}
-    got = jo.restore(files, jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), tree))
-    assert all(isinstance(x, np.ndarray) for x in jax.tree.leaves(got))
-    same(got, tree)
-
-
-def test_a_store_restores_onto_another_disk(disks):
-    """With other host_bytes say, which a store does not change on its way."""
-    files, other = disks(), disks("other", host_bytes=5 * LEAF)
-    weights, state = trained(offload(files))
-    files.commit(0, {"params": weights, "state": state})
-    tx = offload(other)
-    got = jo.restore(files, target_of(tx))
-    same(got["state"], state)
-    assert len(handles(got)) == 4 and {x.place.home for x in handles(got)} == {other}
-    near(step_of(tx)(got["params"], got["state"], GRADS), step_of(offload(files))(weights, state, GRADS))
-
-
-@pytest.mark.parametrize(("storage", "host_bytes"), STORED)
 def test_to_host_moves_a_running_job_there_and_back(disks, storage, host_bytes):
     files, memory = disks(host_bytes=host_bytes), offload(storage=storage)
     tx = offload(files, storage=storage)
@@ -129,37 +93,46 @@ def test_to_host_moves_a_running_job_there_and_back(disks, storage, host_bytes):
     back = jo.to_host(memory, moved, weights)
     assert types(back) == types(state)
     same(back, state)
-    near(step_of(tx)(weights, moved, GRADS), step_of(memory)(weights, state, GRADS))
-
-
-def test_to_host_reads_the_parameters_off_a_state_on_disk(disks):
-    tx = offload(disks())
-    _, state = trained(tx)
-    same(jo.to_host(offload(), state), state)
+    trained_on = step_of(tx)(weights, moved, GRADS)
+    near(trained_on, step_of(memory)(weights, state, GRADS))
+    if storage is None:
+        same(jo.to_host(memory, trained_on[1]), trained_on[1])  # reads the parameters off what is on disk
 
 
 @pytest.mark.parametrize(("storage", "host_bytes"), STORED)
-def test_orbax_saves_from_a_disk_and_restores_into_any_placement(disks, tmp_path, storage, host_bytes):
+def test_a_state_is_restored_anywhere(disks, tmp_path, storage, host_bytes):
+    """From the last commit, open or closed, or from orbax, while the state is updated; into memory and onto a disk."""
     files, memory = disks(host_bytes=host_bytes), offload(storage=storage)
     tx = offload(files, storage=storage)
     weights, state = trained(tx)
-    tree = {"params": weights, "state": state}
+    files.commit(7, {"params": weights, "state": state})
+    wanted = {"params": weights, "state": jo.to_host(memory, state, weights)}
     with ocp.CheckpointManager(tmp_path / "orbax") as manager:
-        files.commit(0, tree)
-        wanted = {"params": weights, "state": jo.to_host(memory, state, weights)}
-        manager.save(0, args=jo.save_args(tree))
-        trained_on = step_of(tx)(weights, state, GRADS)  # beside orbax, from what is committed
-        same(jo.restore(manager, target_of(memory)), wanted)
-        near(trained_on, step_of(memory)(*wanted.values(), GRADS))
-        other = offload(disks("other", host_bytes=LEAF // 4), storage=storage)
-        got = jo.restore(manager, target_of(other))
-        assert len(handles(got)) == 8 and len(handles(state)) == 6
-        same(got, wanted)
-        near(step_of(other)(*got.values(), GRADS), trained_on)
+        manager.save(7, args=jo.save_args({"params": weights, "state": state}))
+        after = step_of(tx)(weights, state, GRADS)
+        for k, source in enumerate((files, manager, files)):
+            got = jo.restore(source, target_of(memory), step=7)
+            same(got, wanted)
+            assert types(got["state"]) == types(memory.init(params()))
+            near(step_of(memory)(*got.values(), GRADS), after)
+            other = disks(f"other-{k}", host_bytes=LEAF // 4)
+            onto = offload(other, storage=storage)
+            got = jo.restore(source, target_of(onto))
+            same(got, wanted)
+            assert len(handles(state)) == 6 and {x.place.home for x in handles(got)} == {other}
+            assert len(handles(got["state"])) == 8
+            near(step_of(onto)(*got.values(), GRADS), after)
+            files.close()
         same(by_name(jo.restore(manager)), by_name(wanted))
         with ocp.StandardCheckpointer() as plain:  # as anyone else reads it
-            found = plain.restore(tmp_path / "orbax" / "0" / "default")
+            found = plain.restore(tmp_path / "orbax" / "7" / "default")
         assert [x.dtype for x in jax.tree.leaves(found["params"])] == [np.float32] * 4
+    got = jo.restore(files, jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), wanted))
+    same(got, wanted)
+    assert {*kinds(got)} == {"device"}
+    got = jo.restore(files, jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), wanted))
+    assert all(isinstance(x, np.ndarray) for x in jax.tree.leaves(got))
+    same(got, wanted)
 
 
 def test_a_state_that_goes_on_while_orbax_reads_it_is_an_error(disks, tmp_path):
@@ -268,10 +241,12 @@ def test_host_bytes_are_those_of_what_is_under_way(tmp_path, monkeypatch):
     files.close()
 
 
-@pytest.mark.long("400 MiB through orbax in a process of its own")
-def test_orbax_has_some_leaves_in_memory_and_not_the_state(tmp_path):
-    process = child("orbax", tmp_path, 0, 1024, 50)
-    said, _ = process.communicate()
-    assert process.returncode == 0
-    before, saved, restored = map(int, said.split("MiB")[-1].split())
-    assert saved - before < 200 and restored - before < 200, (before, saved, restored)
+@pytest.mark.long("600 MiB in a process of its own")
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="Linux says how much memory a process has had")
+def test_some_leaves_are_in_memory_and_not_the_state(tmp_path):
+    """While it is made, updated beside parameters and gradients of a sixth of it, and restored onto another disk."""
+    # the C library otherwise keeps what threads have freed
+    arguments = lambda i, port: ([tmp_path / "run", 1024, 50], {"MALLOC_MMAP_THRESHOLD_": "131072"})  # noqa: E731
+    [said] = processes.ended(tmp_path, processes.start(tmp_path, 1, "on_disk", arguments))
+    made, trained, _, restored = [int(line.split()[1]) for line in said.splitlines() if line.startswith("MiB")]
+    assert max(made, trained, restored) < 250, said  # orbax may read ahead of the files that it writes

@@ -8,14 +8,12 @@ import threading
 from pathlib import Path
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-import optax
 
 import jax_offload as jo
+from tests.support.steps import ADAMW, apart, loss_apart
 
 X = np.random.default_rng(0).normal(size=(8, 64)).astype(np.float32)
-NAMES = ["layer_1", "layer_2", "layer_3"]
 NO_SPACE, FAILED = errno.ENOSPC, errno.EIO
 CALLS = {  # the system's calls, by the names that faults know
     "open": "open", "preadv": "preadv", "pwritev": "pwritev", "fdatasync": "sync", "fsync": "sync",
@@ -165,8 +163,7 @@ class PowerLoss:
 
 
 def model(width=64):
-    w = {name: jax.random.normal(jax.random.key(k), (64, width)) / 8 for k, name in enumerate(NAMES)}
-    return jax.device_put(w, jax.devices()[0])
+    return apart(3, width)
 
 
 class Run:
@@ -175,11 +172,11 @@ class Run:
     Every test begins with ``restart``, which puts the files of that commit back.
     """
 
-    def __init__(self, folder, inner=None, **options):
+    def __init__(self, folder, **options):
         self.folder, self.kept = folder / "run", folder / "kept"
         self.files = Faulty(folder)
         self.disk = jo.disk(self.folder, **options)
-        self.tx = jo.offload(inner or optax.adamw(1e-2), min_bytes=1024, disk=self.disk)
+        self.tx = jo.offload(ADAMW, min_bytes=1024, disk=self.disk)
         self.step = jo.jit(self._step, donate_argnums=(0, 1))
         params, state = self.began = self.trained(model(), self.tx.init(model()), 2)
         self.commit(2, params, state)
@@ -191,13 +188,7 @@ class Run:
         shutil.copytree(self.folder, self.kept)
 
     def _step(self, params, state, x):
-        def loss(params):
-            y = x
-            for name in NAMES:
-                y = jnp.tanh(y @ params[name])
-            return (y**2).mean()
-
-        return jo.update_params(self.tx, jax.grad(loss)(params), state, params)
+        return jo.update_params(self.tx, jax.grad(loss_apart)(params, x), state, params)
 
     def trained(self, params, state, steps=1):
         for _ in range(steps):
@@ -226,14 +217,18 @@ class Run:
     def values(params, state):
         return [np.asarray(x) for x in jax.tree.leaves((params, jo.to_device(state)))]
 
+    def is_at(self, step, params, state):
+        """Parameters and state are those of this step, bit for bit."""
+        for a, b in zip(self.values(params, state), self.want[step], strict=True):
+            np.testing.assert_array_equal(a, b)
+
     def holds(self, *steps):
         """Opened again on a disk that is well, it is at one of these steps, whole, and goes on bit for bit."""
         self.files.fault = no_fault
         params, state, step = self.resumed()
         assert step in steps
         while True:
-            for a, b in zip(self.values(params, state), self.want[step], strict=True):
-                np.testing.assert_array_equal(a, b)
+            self.is_at(step, params, state)
             if step == 4:
                 return
             params, state = self.trained(params, state)

@@ -18,21 +18,10 @@ import optax
 import pytest
 
 import jax_offload as jo
-from tests.disk.faulty import FAILED, NO_SPACE, Faulty, PowerLoss, Run, error, flipped, model, no_fault, short
-from tests.support.sizes import set_sizes
+from tests.disk.faulty import FAILED, NO_SPACE, Faulty, PowerLoss, error, flipped, model, no_fault, short
 
 pytestmark = pytest.mark.filterwarnings("ignore:Some donated buffers were not usable")
 STATE = 2 * 3 * 64 * 64 * 4  # bytes
-
-
-@pytest.fixture(scope="module")
-def run(tmp_path_factory):
-    with pytest.MonkeyPatch.context() as patch:
-        set_sizes(patch.setattr, group=1)
-        found = Run(tmp_path_factory.mktemp("run"))
-        yield found
-        found.files.fault = no_fault
-        found.disk.close()
 
 
 # ---- ends at any moment ----------------------------------------------------------------------------------------------
@@ -114,8 +103,7 @@ def test_short_calls_change_nothing(run, of):
     run.files.fault = short(of)
     for step in (3, 4):
         params, state = run.trained(params, state)
-        for a, b in zip(run.values(params, state), run.want[step], strict=True):
-            np.testing.assert_array_equal(a, b)
+        run.is_at(step, params, state)
         run.commit(step, params, state)
     run.holds(4)
 
@@ -183,8 +171,7 @@ def test_a_commit_that_fails(run, of, file):
         np.testing.assert_array_equal(a, b)
     params, state, step = run.resumed()
     assert step == (4 if (of, file) in (("replace", "manifest.json"), ("allocate", "beside")) else 2)
-    for a, b in zip(run.values(params, state), run.want[step], strict=True):
-        np.testing.assert_array_equal(a, b)
+    run.is_at(step, params, state)
 
 
 def test_what_is_synced_before_what(run):
@@ -292,13 +279,6 @@ def test_a_manifest_of_another_format(run):
         run.resumed()
 
 
-def test_a_manifest_that_was_being_written(run):
-    run.restart()
-    run.disk.close()
-    (run.folder / "manifest.next.json.new").write_bytes(b'{"manifest": {"fo')
-    run.holds(2)
-
-
 def test_files_without_their_manifest(run):
     """They may hold a commit, so no new state takes their place, however few of them are left."""
     run.restart()
@@ -333,7 +313,7 @@ def test_a_directory_in_use_and_another_optimizer_or_model(run):
         jo.offload(optax.adamw(1e-2), min_bytes=1024, disk=other).init(model())
     for inner, width, message in [
         (optax.lion(1e-2), 64, "target: its leaves differ from the commit's"),
-        (optax.adamw(1e-2), 32, r"target: .* is float32\[64, 32\], and the commit has float32\[64, 64\]"),
+        (optax.adamw(1e-2), 32, r"target: .* is float32\[32, 32\], and the commit has float32\[64, 64\]"),
     ]:
         with pytest.raises(ValueError, match=message):
             run.resumed(inner, width)
@@ -351,8 +331,7 @@ def test_a_resume_that_fails(run, why):
     with pytest.raises(ValueError, match=r"in use by process .*in which another jo\.disk has it"):
         jo.disk(run.folder).resume(0)
     params, state = run.trained(params, state)
-    for a, b in zip(run.values(params, state), run.want[4], strict=True):
-        np.testing.assert_array_equal(a, b)
+    run.is_at(4, params, state)
     run.commit(4, params, state)
     run.holds(4)
 

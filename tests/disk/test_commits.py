@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import itertools
 import os
 import signal
 import threading
@@ -10,68 +11,36 @@ import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
-import optax
 import pytest
 from jax.experimental import multihost_utils
 
 import jax_offload as jo
-from tests.disk.faulty import Faulty, error, no_fault
-from tests.support.sizes import set_sizes
+from tests.disk.faulty import Faulty, Run, error, model, no_fault
+from tests.support.steps import ADAMW, apart
 from tests.support.trees import assert_equal, handles, read
 
 pytestmark = pytest.mark.filterwarnings("ignore:Some donated buffers were not usable")
-ADAMW = optax.adamw(1e-2)
 
 
-def model(**leaves):
-    w = {"a": jnp.ones((64, 64)), "b": jnp.full((64, 64), 2.0)} | leaves
-    return jax.device_put(w, jax.devices()[0])
+def offload(disk):
+    return jo.offload(ADAMW, min_bytes=0, disk=disk)
 
 
 def stepping(tx):
     return jo.jit(lambda p, s: jo.update_params(tx, p, s, p), donate_argnums=(0, 1))
 
 
-class Run:
-    """Two parameters whose moments are on disk, with files that count their calls and may have faults."""
-
-    def __init__(self, folder, **options):
-        self.disk = jo.disk(folder, **options)
-        self.files = Faulty(self.disk.directory)
-        self.tx = jo.offload(ADAMW, min_bytes=0, disk=self.disk)
-        self.step = stepping(self.tx)
-
-    def began(self):
-        params = model()
-        return params, self.tx.init(params)
-
-    def committed(self, step, params, state, **options):
-        return self.disk.commit(step, {"params": params, "state": state}, **options)
-
-    def resumed(self):
-        tree, step = self.disk.resume({"params": model(), "state": jo.abstract_state(self.tx, model())})
-        return tree["params"], tree["state"], step
-
-
-@pytest.fixture
-def run(tmp_path):
-    found = Run(tmp_path / "state", commit_every=2)
-    yield found
-    found.disk.close()
-
-
 # ---- which steps are due ---------------------------------------------------------------------------------------------
 
 
-def test_every_second_step_is_kept(run, monkeypatch):
+def test_every_second_step_is_kept(tmp_path, monkeypatch):
     """The first, then every second; one that is not due asks no file, no other process, and looks at no tree. A run
     that ends between two goes back to the first of them, bit for bit; ``force`` keeps any."""
-    params, state = run.began()
-    assert run.committed(1, params, state) is True
-    params, state = run.step(params, state)
-    assert run.committed(np.int64(2), params, state) is True
-    kept = read((params, state))
-    params, state = run.step(params, state)
+    run = Run(tmp_path, commit_every=2)
+    with contextlib.closing(jo.disk(tmp_path / "new", commit_every=2)) as new:
+        tree = {"params": model(), "state": offload(new).init(model())}
+        assert new.commit(1, tree) is True and new.commit(np.int64(2), tree) is True
+    params, state = run.trained(*run.restart())
     run.disk.wait()
     with monkeypatch.context() as patch:
         patch.setattr(jax, "process_count", lambda: 2)
@@ -80,15 +49,15 @@ def test_every_second_step_is_kept(run, monkeypatch):
         assert run.disk.commit(3, "not looked at") is False and len(run.files.calls) == before
     assert run.disk.last_commit == 2
     run.disk.close()
-    params, state, step = run.resumed()
-    assert step == 2
-    assert_equal(read((params, state)), kept)
-    params, state = run.step(params, state)
-    assert run.committed(jnp.int32(3), params, state, force=True) is True and run.disk.last_commit == 3
-    assert run.committed(3, params, state) is False
+    run.holds(2)
+    params, state, _ = run.resumed()
+    params, state = run.trained(params, state)
+    assert run.commit(jnp.int32(3), params, state, force=True) is True and run.disk.last_commit == 3
+    assert run.commit(3, params, state) is False
     with pytest.raises(ValueError, match=r"step: the last commit in .* is of step 3, .*; got 2\. Fix: .*force=True"):
-        run.committed(2, params, state)
-    assert run.committed(2, params, state, force=True) is True and run.disk.last_commit == 2
+        run.commit(2, params, state)
+    assert run.commit(2, params, state, force=True) is True and run.disk.last_commit == 2
+    run.disk.close()
 
 
 @pytest.mark.parametrize("step", [-1, True, 2.0, "2", None, np.float32(2), {"w": np.zeros(2)}])
@@ -102,66 +71,61 @@ def test_what_is_no_step(run, step):
 # ---- what interrupts a run -------------------------------------------------------------------------------------------
 
 
-def test_a_commit_that_is_interrupted_ends_first(run):
-    """As what is written lies in the caller's arrays, which the next step may be given."""
-    params, state = run.began()
-    interrupted = threading.Event()
+@contextlib.contextmanager
+def interrupted(run, during, error=KeyboardInterrupt):
+    """A signal interrupts the main thread while others read the last group, of which one has written, or sync."""
+    came, wrote, reads = threading.Event(), threading.Event(), itertools.count(1)
 
-    def fault(name, *_):
-        if name == "sync" and threading.current_thread() is not threading.main_thread():
-            run.files.fault = lambda *_: None
+    def fault(name, path, *_):
+        if name == "pwritev":
+            wrote.set()
+        last = name != "preadv" or next(reads) == 6  # of both moments of three parameters
+        if name == during and last and threading.current_thread() is not threading.main_thread():
+            assert wrote.wait(300)
+            run.files.fault = no_fault
             signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
-            assert interrupted.wait(300)
+            assert came.wait(300)
 
     def handle(*_):
-        interrupted.set()
-        raise KeyboardInterrupt
+        came.set()
+        raise error
 
     run.files.fault = fault
     before = signal.signal(signal.SIGINT, handle)
     try:
-        with pytest.raises(KeyboardInterrupt):
-            run.committed(2, params, state)
+        with pytest.raises(error):
+            yield
     finally:
         signal.signal(signal.SIGINT, before)
-    assert run.disk.last_commit == 2
-    params, state = run.step(params, state)
-    assert run.committed(4, params, state) and run.resumed()[2] == 4
+
+
+def test_a_commit_that_is_interrupted_ends_first(run):
+    """As what is written lies in the caller's arrays, which the next step may be given."""
+    params, state = run.trained(*run.restart())
+    with interrupted(run, "sync"):
+        run.commit(3, params, state)
+    assert run.disk.last_commit == 3
+    assert run.commit(4, *run.trained(params, state))
+    run.holds(4)
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
-def test_a_step_that_is_interrupted_is_no_state(run, monkeypatch, error):
+def test_a_step_that_is_interrupted_is_no_state(run, error):
     """It says so, and the last commit is there."""
-    set_sizes(monkeypatch.setattr, group=1)
-    params, state = run.began()
-    run.committed(0, params, state)
-    want = read((params, state))
-    params, state = run.step(params, state)
-    put, calls = run.disk.put, []
-
-    def interrupted(*args):
-        calls.append(args)
-        if len(calls) == 3:
-            raise error
-        return put(*args)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(run.disk, "put", interrupted)
-        with pytest.raises(error):
-            run.step(params, state)
+    params, state = run.restart()
+    with interrupted(run, "preadv", error):
+        run.trained(params, state)
     with pytest.raises(ValueError, match=r"an update of the state in .* did not end.*Fix: disk\.resume"):
-        run.committed(2, model(), state)
-    params, state, step = run.resumed()
-    assert step == 0
-    assert_equal(read((params, state)), want)
-    run.step(params, state)
+        run.commit(3, model(), state)
+    run.holds(2)
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::RuntimeWarning")
 def test_a_child_does_not_keep_the_files(run):
     """Forked while they were open, it lives on when its parent has let them go."""
-    params, state = run.began()
-    run.committed(2, params, state)
+    run.restart()
+    other = jo.disk(run.folder)
+    target = {"params": model(), "state": jo.abstract_state(run.tx, model())}
     (out, into), (begun, begins) = os.pipe(), os.pipe()
     if (child := os.fork()) == 0:
         os.close(into)
@@ -170,12 +134,11 @@ def test_a_child_does_not_keep_the_files(run):
         os._exit(0)
     try:
         os.read(begun, 1)  # what runs after a fork has run in the child
-        other = Run(run.disk.directory)
         with pytest.raises(ValueError, match=r"in use by .* this one, in which another jo\.disk has it"):
-            other.resumed()  # the child has not unlocked its parent's
+            other.resume(target)  # the child has not unlocked its parent's
         run.disk.close()
-        assert other.resumed()[2] == 2
-        other.disk.close()
+        assert other.resume(target)[1] == 2
+        other.close()
     finally:
         os.close(into)
         os.waitpid(child, 0)
@@ -187,19 +150,19 @@ def test_a_child_does_not_keep_the_files(run):
 
 
 def test_what_would_not_come_back(run):
-    params, state = run.began()
-    given = jax.tree.map(jnp.copy, params)
+    params, state = run.restart()
+    given, tree = jax.tree.map(jnp.copy, params), {"params": params, "state": state}
     for wrong in (np.array(["text"]), np.array([{}], object), np.zeros(2, ">f4"), np.zeros(2, "i4,f4")):
         with pytest.raises(TypeError, match=r"tree: \['more'\] is an array of .* Fix: "):
-            run.disk.commit(0, {"params": params, "state": state, "more": wrong})
+            run.disk.commit(3, tree | {"more": wrong})
     for wrong in (jax.ShapeDtypeStruct((2,), "float32"), jnp.float32, print):
         with pytest.raises(TypeError, match=r"tree: \['more'\] is a .*; a commit holds arrays, numbers and strings"):
-            run.disk.commit(0, {"params": params, "state": state, "more": wrong})
+            run.disk.commit(3, tree | {"more": wrong})
     with pytest.raises(TypeError, match=r"tree: \['more'\] is traced\. Fix: call disk\.commit outside any jit"):
-        jax.eval_shape(lambda x: run.disk.commit(0, {"params": params, "state": state, "more": x}), np.float32(1))
-    run.step(given, state)
-    with pytest.raises(ValueError, match=r"tree: \['params'\]\['a'\] is float32\[64, 64\] that was donated to a step"):
-        run.committed(0, given, state)
+        jax.eval_shape(lambda x: run.disk.commit(3, tree | {"more": x}), np.float32(1))
+    run.step(given, state, np.zeros((8, 64), np.float32))
+    with pytest.raises(ValueError, match=r"tree: \['params'\]\['layer_1'\] is float32\[64, 64\] that was donated"):
+        run.commit(3, given, state)
 
 
 def odd():
@@ -213,29 +176,27 @@ def odd():
     }
 
 
-def test_odd_leaves(tmp_path):
+def test_odd_leaves(disk):
     """Complex, of two bytes, empty, of rank 0, with whatever lies beside the state: the step is that of plain optax,
     and comes back from a commit bit for bit."""
-    run = Run(tmp_path)
-    params = model(**odd())
-    state = run.tx.init(params)
-    assert len(handles(state)) >= 2 * 5
+    tx, params = offload(disk), jax.device_put(odd(), jax.devices()[0])
+    state = tx.init(params)
+    assert len(handles(state)) >= 2 * 3
     want = jax.jit(lambda p, s: jo.update_params(ADAMW, p, s, p))(params, jo.to_device(state))
-    params, state = run.step(params, state)
+    params, state = stepping(tx)(params, state)
     got = params, jo.to_device(state)
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         assert (a.shape, a.dtype) == (b.shape, b.dtype)
         np.testing.assert_allclose(np.asarray(a, np.complex64), np.asarray(b, np.complex64), rtol=1e-6)
     beside = {"flags": np.array([True, False]), "four": np.ones(3, ml_dtypes.int4), "none": None, "nan": float("nan"),
               "number": np.int8(3), "empty": np.zeros((0, 2)), "text": "x", "key": jax.random.key(3)}  # fmt: skip
-    assert run.disk.commit(1, {"params": params, "state": state, **beside})
+    assert disk.commit(1, {"params": params, "state": state, **beside})
     kept = read((params, state))
-    tree, _ = run.disk.resume({"params": params, "state": jo.abstract_state(run.tx, params), **beside})
+    tree, _ = disk.resume({"params": params, "state": jo.abstract_state(tx, params), **beside})
     assert_equal(read((tree["params"], tree["state"])), kept)
     assert jax.random.key_data(tree.pop("key")).tolist() == jax.random.key_data(beside.pop("key")).tolist()
     assert_equal({name: tree[name] for name in beside}, beside)
     assert tree["four"].dtype == ml_dtypes.int4 and tree["flags"].dtype == bool
-    run.disk.close()
 
 
 # ---- where it is -----------------------------------------------------------------------------------------------------
@@ -245,15 +206,14 @@ def test_the_process_may_go_elsewhere(tmp_path, monkeypatch):
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     monkeypatch.chdir(tmp_path)
-    run = Run("state")
-    home = jo.disk("~/state")
-    assert home.directory == tmp_path / "home" / "state"
-    params, state = run.began()
-    monkeypatch.chdir(tmp_path / "elsewhere")
-    params, state = run.step(params, state)
-    assert run.committed(1, params, state) and run.resumed()[2] == 1
+    assert jo.disk("~/state").directory == tmp_path / "home" / "state"
+    with contextlib.closing(jo.disk("state")) as disk:
+        tx = offload(disk)
+        state = tx.init(model())
+        monkeypatch.chdir(tmp_path / "elsewhere")
+        params, state = stepping(tx)(model(), state)
+        assert disk.commit(1, (params, state)) and disk.resume((params, jo.abstract_state(tx, params)))[1] == 1
     assert not any((tmp_path / "elsewhere").iterdir())
-    run.disk.close()
 
 
 def test_what_is_no_disk(tmp_path):
@@ -268,15 +228,10 @@ def test_what_is_no_disk(tmp_path):
     for wrong, says in no_paths.items():
         with pytest.raises(ValueError, match=f"directory: .*{says}"):
             jo.disk(wrong)
-    wrong = [
-        ("host_bytes", -1),
-        ("host_bytes", "16GiB"),
-        ("host_bytes", 1e9),
-        *(("commit_every", x) for x in (0, 2.0, True)),
-    ]
-    for name, given in wrong:
-        with pytest.raises(ValueError, match=f"{name}: expected .*; got .*Fix: "):
-            jo.disk(tmp_path, **{name: given})
+    for name, values in {"host_bytes": (-1, "16GiB", 1e9), "commit_every": (0, 2.0, True)}.items():
+        for given in values:
+            with pytest.raises(ValueError, match=f"{name}: expected .*; got .*Fix: "):
+                jo.disk(tmp_path, **{name: given})
     assert repr(jo.disk(tmp_path, commit_every=5)) == f"disk('{tmp_path}', host_bytes=0, commit_every=5)"
 
 
@@ -298,28 +253,25 @@ def test_a_directory_that_cannot_be_made(tmp_path, name):
     fault, message = CANNOT_BE_MADE[name]
     path = tmp_path / "file"
     path.write_text("") if fault is None else None
-    run = Run(path / "state" if name == "a file above" else path)
-    run.files.fault = fault or no_fault
-    assert run.disk.last_commit is None
-    with pytest.raises(OSError, match=message):
-        run.began()
-    assert not [*path.glob("**/state.*")]
-    path.unlink() if fault is None else None
-    run.files.fault = no_fault
-    run.began()
-    run.disk.close()
+    with contextlib.closing(jo.disk(path / "state" if name == "a file above" else path)) as disk:
+        files, tx = Faulty(disk.directory, fault), offload(disk)
+        assert disk.last_commit is None
+        with pytest.raises(OSError, match=message):
+            tx.init(model())
+        assert not [*path.glob("**/state.*")]
+        path.unlink() if fault is None else None
+        files.fault = no_fault
+        tx.init(model())
 
 
 # ---- how it is made --------------------------------------------------------------------------------------------------
 
 
-def test_leaves_that_are_alike_are_made_by_one_program(tmp_path, caplog):
+def test_leaves_that_are_alike_are_made_by_one_program(disk, caplog):
     """One for moments, one for masters, one for the count: a program for each leaf took minutes for a thousand."""
-    w = {f"w{k}": jnp.full((8, 8), k, jnp.bfloat16) for k in range(12)}
-    w = jax.device_put(w, jax.devices()[0])
-    with contextlib.closing(jo.disk(tmp_path)) as disk:
-        tx = jo.offload(jo.with_master_params(ADAMW), min_bytes=0, disk=disk)
-        with jax.log_compiles():
-            state = tx.init(w)
-        assert 1 <= caplog.text.count("Finished XLA compilation") <= 4
-        assert_equal(read(state.master), {name: x.astype(jnp.float32) for name, x in w.items()})
+    params = apart(12, 8, jnp.bfloat16)
+    tx = jo.offload(jo.with_master_params(ADAMW), min_bytes=0, disk=disk)
+    with jax.log_compiles():
+        state = tx.init(params)
+    assert 1 <= caplog.text.count("Finished XLA compilation") <= 4
+    assert_equal(read(state.master), {name: x.astype(jnp.float32) for name, x in params.items()})
