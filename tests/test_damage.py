@@ -150,54 +150,27 @@ def assert_falls_back(run, target):
         assert bits(jo.restore(manager, target, fallback=True)) == bits(trees[1])
 
 
-def two_flips(data, rng):
-    at = rng.choice(len(data), 2, replace=False)
-    return with_bytes(data, {i: data[i] ^ 1 << rng.integers(8) for i in at})
-
-
-def in_a_row(data, rng):
-    n, i = _range(data, rng)
-    return data[:i] + rng.bytes(n) + data[i + n :]
-
-
-def in_letters(data, rng):
-    """Of the kind that leaves a text a text, and a JSON at times a JSON."""
-    n, i = _range(data, rng)
-    letters = np.frombuffer(b'0123456789abcdefghijklmnopqrstuvwxyz"[]{}:, _().', np.uint8)
-    return data[:i] + rng.choice(letters, n).tobytes() + data[i + n :]
-
-
-def cut_out(data, rng):
-    n, i = _range(data, rng)
-    return data[:i] + data[i + n :]
-
-
-def swapped(data, rng):
-    """Two neighbourhoods of up to ten bytes in each other's place, at times whole words."""
-    n = min(int(rng.integers(1, 11)), len(data) // 2)
+def damaged(data, kind, rng):
+    """``data`` with a few of its bytes changed, replaced by letters, cut out, exchanged; or half of it, or none."""
+    n = min(int(rng.integers(2, 21)), len(data) // 2)
     i = int(rng.integers(len(data) - 2 * n + 1))
     j = i + n + int(rng.integers(len(data) - i - 2 * n + 1))
-    return data[:i] + data[j : j + n] + data[i + n : j] + data[i : i + n] + data[j + n :]
+    letters = np.frombuffer(b'0123456789abcdefghijklmnopqrstuvwxyz"[]{}:, _().', np.uint8)  # of a text, and JSON's
+    flipped = bytearray(data)
+    for k in rng.choice(len(data), 2, replace=False):
+        flipped[k] ^= 1 << int(rng.integers(8))
+    return {
+        "two flips": bytes(flipped),
+        "in a row": data[:i] + rng.bytes(n) + data[i + n :],
+        "in letters": data[:i] + rng.choice(letters, n).tobytes() + data[i + n :],
+        "cut out": data[:i] + data[i + n :],
+        "exchanged": data[:i] + data[j : j + n] + data[i + n : j] + data[i : i + n] + data[j + n :],
+        "halved": data[: len(data) // 2],
+        "emptied": b"",
+    }[kind]
 
 
-def _range(data, rng):
-    n = min(int(rng.integers(2, 21)), len(data))
-    return n, int(rng.integers(len(data) - n + 1))
-
-
-def with_bytes(data, changes):
-    return bytes(changes.get(i, byte) for i, byte in enumerate(data))
-
-
-def halved(data, rng):
-    return data[: len(data) // 2]
-
-
-def emptied(data, rng):
-    return b""
-
-
-DAMAGES = (two_flips, in_a_row, in_letters, cut_out, swapped, halved, emptied)
+DAMAGES = ("two flips", "in a row", "in letters", "cut out", "exchanged", "halved", "emptied")
 
 
 def trial(run, target, times, seed):
@@ -208,7 +181,7 @@ def trial(run, target, times, seed):
     for i in range(times):
         path = paths[rng.choice(len(paths), p=sizes / sizes.sum() if i % 2 else None)]
         data = path.read_bytes()
-        path.write_bytes(DAMAGES[i % len(DAMAGES)](data, rng))
+        path.write_bytes(damaged(data, DAMAGES[i % len(DAMAGES)], rng))
         try:
             ends[outcome(run, target)] += path.read_bytes() != data
         finally:

@@ -2,13 +2,11 @@
 
 import json
 import math
-from importlib.util import find_spec
 
 import numpy as np
 import pytest
 
 from tests.support import processes
-from tests.support.words import words
 
 SMALL = "--model test --batch 8 --context 32 --steps 3 --fsdp 2 --window 65536".split()
 
@@ -31,8 +29,8 @@ def by_slurm(port, many, i):
     return ["--cluster", "auto"], {f"SLURM_{k}": str(v) for k, v in step.items()} | {"JAX_COORDINATOR_PORT": str(port)}
 
 
-def start(folder, many, launcher, *args, module="multihost"):
-    """Return what each of ``many`` processes of a module in tests/support reports."""
+def start(folder, many, launcher, *args):
+    """Return what each of ``many`` processes of tests/support/multihost.py reports."""
 
     def report(i):
         return folder / f"{i}-of-{many}.json"
@@ -41,7 +39,7 @@ def start(folder, many, launcher, *args, module="multihost"):
         joining, env = launcher(port, many, i) if many > 1 else ([], {})
         return [report(i), *args, *joining], env
 
-    processes.ended(folder, processes.start(folder, many, module, arguments))
+    processes.ended(folder, processes.start(folder, many, "multihost", arguments))
     return [json.loads(report(i).read_text()) for i in range(many)]
 
 
@@ -72,45 +70,6 @@ def test_processes_train_as_one(tmp_path, zero1):
             for tree in ("params", "state", "eager init", "back on the host"):
                 assert without_held(outcome[tree]) == without_held(alone[tree])
             check_placement(outcome, zero1)
-
-
-@pytest.mark.long("starts processes")
-@pytest.mark.parametrize("gradients", ["device", "host"])
-def test_processes_train_as_one_with_the_step_turned_round(tmp_path, gradients):
-    [alone] = start(tmp_path, 1, None, gradients, "fsdp", module="multihost_steps")
-    assert len({*alone["losses"]}) == 3 and "in the scan that reads the parameters" in words(alone["placement"])
-    assert (
-        alone["waiting"] == {"device": 2, "pinned_host": 2}
-        if gradients == "device"
-        else {"device": 1, "pinned_host": 3}
-    )
-    for outcome in start(tmp_path, 2, by_arguments, gradients, "fsdp", module="multihost_steps"):
-        assert outcome["processes"] == 2
-        np.testing.assert_allclose(outcome["losses"], alone["losses"], rtol=1e-6)
-        np.testing.assert_allclose(outcome["norms"], alone["norms"], rtol=1e-5)
-        assert {k: outcome[k] for k in ("kinds", "waiting", "placement")} == {
-            k: alone[k] for k in ("kinds", "waiting", "placement")
-        }
-
-
-@pytest.mark.long("starts processes")
-@pytest.mark.skipif(find_spec("numba") is None, reason="numba is not installed (extra cores)")
-@pytest.mark.parametrize("how", ["fsdp", "zero1"])
-def test_each_process_updates_its_own_part_on_its_cores(tmp_path, how):
-    [alone] = start(tmp_path, 1, None, "clipped", how, module="multihost_steps")
-    assert alone["off"] < 1e-5 and not alone["error"]
-    for outcome in start(tmp_path, 2, by_arguments, "clipped", how, module="multihost_steps"):
-        np.testing.assert_allclose(outcome["losses"], alone["losses"], rtol=1e-6)
-        assert outcome["off"] < 1e-5 and outcome["stayed"]
-        assert outcome["kinds"] == alone["kinds"] and "pinned_host" in outcome["kinds"]
-        assert 2 * outcome["held"] == alone["held"]
-
-
-@pytest.mark.long("starts processes")
-def test_an_update_that_needs_whole_leaves_is_an_error_in_several_processes(tmp_path):
-    for outcome in start(tmp_path, 2, by_arguments, "lamb", "fsdp", module="multihost_steps"):
-        assert "takes every leaf whole, and the step runs in 2 processes. Fix: " in outcome["error"]
-        assert outcome["stayed"]
 
 
 def without_held(tree):

@@ -1,6 +1,5 @@
 """offload(..., storage=): what is kept in fewer bits, where it lives, and what the optimizer sees of it."""
 
-import functools
 import warnings
 
 import jax
@@ -32,15 +31,6 @@ def parameters(dtype=jnp.float32):
     return jax.device_put(params, jax.devices()[0])
 
 
-def stepper(tx):
-    @functools.partial(jax.jit, donate_argnums=(0, 1))
-    def step(params, state, k):
-        updates, state = tx.update(gradients(params, k), state, params)
-        return optax.apply_updates(params, updates), state
-
-    return step
-
-
 def is_encoded(x):
     return hasattr(x, "values_scale")
 
@@ -49,32 +39,17 @@ def encoded(state):
     return list(filter(is_encoded, jax.tree.leaves(state, is_leaf=is_encoded)))
 
 
-@pytest.mark.long("trains twice")
-@pytest.mark.parametrize("storage", ["mixed", "int8"])
-def test_steps_equal_those_of_a_resident_state_in_the_same_format(storage):
-    rules, params = ADAM_STORAGE[storage], parameters()
-    txs = [jo.offload(ADAMW, storage=rules, min_bytes=1024, window=40_000, fraction=fraction) for fraction in (1, 0)]
-    runs = []
-    for tx in txs:
-        p, state, step = jax.tree.map(jnp.copy, params), tx.init(params), stepper(tx)
-        for k in range(4):
-            p, state = step(p, state, k)
-        runs.append((p, state))
-    assert jax.tree.structure(runs[0]) == jax.tree.structure(runs[1])
-    for x, y in zip(jax.tree.leaves(runs[0]), jax.tree.leaves(runs[1]), strict=True):
-        # fusion may change a last bit, and with it, once in a while, which way a number is rounded
-        x, y = np.float32(x), np.float32(y)
-        bound = 1e-6 * np.maximum(np.abs(y), np.abs(y).max(initial=0))  # a difference of gradients may be near zero
-        assert (np.abs(x - y) > bound).mean() < 1e-3
-    leaves = encoded(runs[0][1])
-    assert len(leaves) == 6  # of layers, embed and flat; the norm is smaller than min_bytes
+@pytest.mark.parametrize(("storage", "expected"), [("mixed", {"bfloat16", "float16"}), ("int8", {"int8", "uint8"})])
+def test_where_it_lives(storage, expected):
+    """Of layers, embed and flat, as the norm is smaller than min_bytes. Values: tests/test_equivalence.py."""
+    tx, params = jo.offload(ADAMW, storage=ADAM_STORAGE[storage], min_bytes=1024, window=40_000), parameters()
+    leaves = encoded(tx.init(params))
+    assert len(leaves) == 6 and {x.values.dtype.name for x in leaves} == expected
     for x in leaves:
         assert x.values.sharding.memory_kind == HOST and x.dtype == "float32"
         large = x.values_scale is not None and x.values_scale.nbytes >= 1024
         assert x.values_scale is None or x.values_scale.sharding.memory_kind == (HOST if large else "device")
-    expected = {"mixed": {"bfloat16", "float16"}, "int8": {"int8", "uint8"}}[storage]
-    assert {x.values.dtype.name for x in leaves} == expected
-    how = {row.path: row.streams for row in jo.placement(txs[0], params).leaves if row.path.endswith("values")}
+    how = {row.path: row.streams for row in jo.placement(tx, params).leaves if row.path.endswith("values")}
     stacked = [text for path, text in how.items() if "'layers'" in path]
     assert stacked and all("chunks of axis 0" in text for text in stacked), how
 
@@ -324,3 +299,75 @@ def test_complex_leaves_are_not_left_out_in_silence():
         warnings.simplefilter("error")
         jo.offload(optax.adam(1e-3), storage={".*/re": "bfloat16"}, min_bytes=0).init(params)
         jo.placement(tx, params)
+
+
+# To the state of plain optax and back, or to another format
+
+
+@pytest.mark.parametrize(("storage", "given"), [("int8", False), *((name, True) for name in ADAM_STORAGE)])
+def test_to_plain_and_back(storage, given):
+    params = parameters()
+    tx = jo.offload(ADAMW, storage=ADAM_STORAGE[storage], min_bytes=1024)
+    state = jax.jit(tx.update)(gradients(params), tx.init(params), params)[1]
+    bare = jo.to_plain(tx, state)
+    like = ADAMW.init(params)
+    assert jax.tree.structure(bare) == jax.tree.structure(like)
+    for x, y in zip(jax.tree.leaves(bare), jax.tree.leaves(like), strict=True):
+        assert (x.shape, x.dtype) == (y.shape, y.dtype)
+    assert bare[1][0].mu["layers"].sharding.memory_kind == HOST
+    again = jo.from_plain(tx, bare, params if given else None)
+    assert jax.tree.structure(again) == jax.tree.structure(state)
+    for x, y in zip(jax.tree.leaves(again.inner_state), jax.tree.leaves(state.inner_state), strict=True):
+        np.testing.assert_array_equal(np.asarray(x), np.asarray(y))
+        assert x.sharding == y.sharding and x.sharding.memory_kind == y.sharding.memory_kind
+    # and goes on, in plain optax and in another format
+    updates, _ = jax.jit(ADAMW.update)(gradients(params), jo.to_device(bare), params)
+    other = jo.offload(ADAMW, storage="bfloat16", min_bytes=1024)
+    new = jo.from_plain(other, bare, params)
+    got, _ = jax.jit(other.update)(gradients(params), new, params)
+    assert float(optax.tree.norm(optax.tree.sub(got, updates))) < 0.01 * float(optax.tree.norm(updates))
+
+
+def test_conversion_through_chains_under_jit_and_of_float32():
+    params = parameters()
+    tx = optax.chain(optax.clip_by_global_norm(1.0), jo.offload(optax.adamw(1e-2), storage="bfloat16", min_bytes=1024))
+    state = tx.init(params)
+    bare = jo.to_plain(tx, state)
+    assert jax.tree.structure(bare) == jax.tree.structure(ADAMW.init(params))
+    under = jax.jit(lambda s: jo.from_plain(tx, jo.to_plain(tx, s), params))(state)
+    assert jax.tree.structure(under) == jax.tree.structure(state)
+    assert all(x.values.sharding.memory_kind == HOST for x in encoded(under))
+    same = jo.offload(ADAMW, min_bytes=1024)
+    s = same.init(params)
+    assert all(a is b for a, b in zip(jax.tree.leaves(jo.to_plain(same, s)), jax.tree.leaves(s), strict=True))
+
+
+def test_a_part_of_a_state():
+    params = parameters()
+    tx = jo.offload(ADAMW, storage="int8", min_bytes=1024)
+    state = jax.jit(tx.update)(gradients(params), tx.init(params), params)[1]
+    part, complete = jo.to_plain(tx, optax.tree.get(state, "mu")), jo.to_plain(tx, state)[1][0].mu
+    for x, y in zip(jax.tree.leaves(part), jax.tree.leaves(complete), strict=True):
+        np.testing.assert_array_equal(np.asarray(x), np.asarray(y))
+
+
+def test_masters_want_the_parameters():
+    params = parameters(jnp.bfloat16)
+    tx = jo.offload(jo.with_master_params(ADAMW), storage="bfloat16", min_bytes=1024)
+    bare = jo.to_plain(tx, tx.init(params))
+    assert jax.tree.structure(bare) == jax.tree.structure(jo.with_master_params(ADAMW).init(params))
+    with pytest.raises(ValueError, match=r"state: not a plain state of tx(.|\n)*masters(.|\n)*: pass params"):
+        jo.from_plain(tx, bare)
+    jo.from_plain(tx, bare, params)
+
+
+def test_what_is_no_state_to_convert():
+    params = parameters()
+    tx = jo.offload(ADAMW, storage="int8", min_bytes=1024)
+    with pytest.raises(ValueError, match="state: is stored, not plain"):
+        jo.from_plain(tx, tx.init(params), params)
+    with pytest.raises(ValueError, match="state: not a plain state of tx"):
+        jo.from_plain(tx, optax.sgd(1.0).init(params), params)
+    half = jax.tree.map(lambda x: x.astype(jnp.bfloat16) if x.ndim else x, ADAMW.init(params))
+    with pytest.raises(ValueError, match=r"a leaf is bfloat16\[.*tx has float32"):
+        jo.from_plain(tx, half, params)

@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 import jax_offload as jo
 from tests.disk.faulty import Faulty
 from tests.support.sizes import set_sizes
-from tests.support.trees import assert_close, assert_equal, handles, is_on_disk, read, shardings_in
+from tests.support.trees import assert_close, assert_equal, is_on_disk, read, shardings_in
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:Some donated buffers were not usable"),
@@ -77,38 +77,6 @@ def assert_as_in_abstract_state(tx, params, state):
         assert x.sharding.is_equivalent_to(want.sharding, x.ndim), (x, x.sharding, want.sharding)
         assert x.sharding.memory_kind == want.sharding.memory_kind
         assert x.sharding.memory_kind == "pinned_host" or not is_on_disk(x)
-
-
-def test_a_part_stays_in_host_memory(tmp_path):
-    """The rest is on disk and is read onto the devices of its parameter."""
-    budget, mesh = 60_000, mesh_of()
-    params, grads = network(0, mesh, "minor axes"), network(100, mesh, "minor axes")
-    tx = jo.offload(ADAMW, min_bytes=256, disk=jo.disk(tmp_path, host_bytes=budget))
-    table = jo.placement(tx, params)
-    _, state = run(tx, params, grads)
-    arrays = [x for x in jax.tree.leaves(state) if isinstance(x, jax.Array) and x.ndim]
-    kept = [x for x in arrays if x.sharding.memory_kind == "pinned_host"]
-    assert 0 < table.host_bytes == sum(x.nbytes for x in kept) <= budget
-    assert table.disk_bytes == sum(x.dtype.itemsize * np.prod(x.shape) for x in handles(state)) > 0
-    assert all(leaf.shard_bytes < leaf.nbytes for leaf in table.leaves if leaf.disk)
-    assert_as_in_abstract_state(tx, params, state)
-    assert jo.to_device(state[0].mu["layers"]).sharding == params["layers"].sharding
-
-
-@pytest.mark.long("more kinds of parts")
-def test_leaves_that_share_a_loop_share_their_parts(tmp_path):
-    """Rows of one are three times as long as the other's: their parts are powers of two, and end together."""
-    rng, results = np.random.default_rng(0), []
-    shapes = {"a": (9, 96, 32), "b": (9, 32, 32)}
-    values = [{name: rng.standard_normal(shape, np.float32) for name, shape in shapes.items()} for _ in range(2)]
-    params, grads = jax.device_put(values, jax.devices()[0])
-    for files in (None, jo.disk(tmp_path)):
-        tx = jo.offload(optax.sgd(1e-2, momentum=0.9), min_bytes=256, window=2**15, disk=files)
-        results.append(run(tx, params, grads))
-    assert_equal(read(results[1][1]), read(results[0][1]))
-    assert_close(results[1][0], results[0][0], 1e-6)
-    assert (files.ends("[0].trace['a']"), files.ends("[0].trace['b']")) == ((2, 4, 6, 8, 9), (4, 8, 9))
-    files.close()
 
 
 def test_a_leaf_is_written_while_its_last_rows_are_not_read(disk, monkeypatch):

@@ -1,7 +1,8 @@
-"""Training with its state on disk in several processes, of which one is killed at any moment."""
+"""Several processes train: with a state on disk, of which one is killed at any moment; pipelined; by their cores."""
 
 import itertools
 import signal
+from importlib.util import find_spec
 
 import pytest
 
@@ -10,9 +11,9 @@ from tests.support.processes import ended
 
 
 def start(folder, what, *args, many=2):
-    """Run this many processes of tests/support/disk_of_processes.py."""
+    """Run this many processes of tests/support/steps_of_processes.py."""
     own = lambda i, port: ([what, folder, many, i, port, *args], {})  # noqa: E731
-    return processes.start(folder, many, "disk_of_processes", own)
+    return processes.start(folder, many, "steps_of_processes", own)
 
 
 def found(said, word):
@@ -74,3 +75,21 @@ def test_into_another_division_through_a_checkpoint(tmp_path):
     ended(tmp_path, start(tmp_path, "into_a_checkpoint"))
     ended(tmp_path, start(tmp_path, "from_a_checkpoint", many=1))
     ended(tmp_path, start(tmp_path, "of_another_number", many=1))
+
+
+@pytest.mark.long("starts processes")
+@pytest.mark.parametrize("gradients", ["device", "host"])
+def test_pipelined(tmp_path, gradients):
+    ended(tmp_path, start(tmp_path, "pipelined", gradients))
+
+
+@pytest.mark.long("starts processes")
+@pytest.mark.skipif(find_spec("numba") is None, reason="numba is not installed (extra cores)")
+@pytest.mark.parametrize("how", ["fsdp", "zero"])
+def test_each_process_updates_its_own_part_on_its_cores(tmp_path, how):
+    ended(tmp_path, start(tmp_path, "cores", how))
+
+
+@pytest.mark.long("starts processes")
+def test_an_update_that_needs_whole_leaves_is_an_error(tmp_path):
+    ended(tmp_path, start(tmp_path, "whole_leaves"))

@@ -1,14 +1,17 @@
-"""Trains with a state on disk in one of several processes.
+"""Trains in one of several processes: with a state on disk, pipelined, or updated by the cores of each.
 
-python -m tests.support.disk_of_processes WHAT FOLDER PROCESSES PROCESS PORT
+python -m tests.support.steps_of_processes WHAT FOLDER PROCESSES PROCESS PORT
 """
 
 import errno
+import itertools
 import os
+import re
 import shutil
 import signal
 import sys
 import zlib
+from collections import Counter
 from pathlib import Path
 
 import jax
@@ -17,7 +20,7 @@ import numpy as np
 import optax
 import pytest
 from jax.experimental import multihost_utils
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_offload as jo
@@ -33,28 +36,34 @@ HOW = {  # specs of the parameters on a mesh of data and fsdp, shard_over=, whic
     "zero": ({"a": P(), "b": P(), "c": P()}, "data"),
     "replicated": ({"a": P(), "b": P(), "c": P()}, None),
     "both": ({"a": P(("data", "fsdp")), "b": P("data", "fsdp"), "c": P("fsdp")}, None),
+    "two axes": ({"a": P("fsdp"), "b": P(None, "fsdp"), "c": P(None, "data", "fsdp")}, None),
 }
+APART = ("cores", "whole_leaves")  # the last device of each process stands for the CPU beside accelerators
 
 
 def mesh_of():
     """Processes have a row of ``fsdp`` each, where there are two."""
-    return jax.make_mesh((2, jax.device_count() // 2), ("data", "fsdp"), axis_types=(AxisType.Auto,) * 2)
+    devices = sorted(jax.devices(), key=lambda d: (d.process_index, d.id))
+    of_each = [list(group) for _, group in itertools.groupby(devices, lambda d: d.process_index)]
+    used = [d for group in of_each for d in (group[:-1] if sys.argv[1] in APART else group)]
+    return Mesh(np.array(used).reshape(2, -1), ("data", "fsdp"), axis_types=(AxisType.Auto,) * 2)
 
 
 def placed(x, sharding):
     return jax.make_array_from_callback(x.shape, sharding, lambda index: x[index])
 
 
-def model(how):
+def model(how, width=WIDTH):
     mesh, rng = mesh_of(), np.random.default_rng(0)
+    shapes = {name: (*shape[:-2], width, width) for name, shape in SHAPES.items()}
     return {
-        name: placed(rng.standard_normal(SHAPES[name], np.float32) / 4, NamedSharding(mesh, spec))
+        name: placed(rng.standard_normal(shapes[name], np.float32) / width**0.5, NamedSharding(mesh, spec))
         for name, spec in HOW[how][0].items()
     }
 
 
-def batch(k):
-    x = np.random.default_rng(100 + k).normal(size=(8, WIDTH)).astype(np.float32)
+def batch(k, width=WIDTH):
+    x = np.random.default_rng(100 + k).normal(size=(8, width)).astype(np.float32)
     return placed(x, NamedSharding(mesh_of(), P(("data", "fsdp"))))
 
 
@@ -64,22 +73,30 @@ def loss(params, x):
     return (x**2).mean()
 
 
-def step_of(tx, params):
-    """With the shardings of the results given, as docs/sharding.md does."""
-    mesh = jax.tree.leaves(params)[0].sharding.mesh
+def loss_of_scan(params, x):
+    x, _ = jax.lax.scan(lambda x, w: (x + jnp.tanh(x @ w), None), x, params["c"])
+    return ((jnp.tanh(x @ params["a"]) @ params["b"]) ** 2).mean()
 
+
+def by_update(tx, loss=loss):
     def step(params, state, x):
         value, grads = jax.value_and_grad(loss)(params, x)
         return *jo.update_params(tx, grads, state, params), value
 
+    return step
+
+
+def step_of(tx, params, loss=loss):
+    """With the shardings of the results given, as docs/sharding.md does."""
+    mesh, step = jax.tree.leaves(params)[0].sharding.mesh, by_update(tx, loss)
     places = shardings_in(params), shardings_in(jo.abstract_state(tx, params)), NamedSharding(mesh, P())
     return jo.jit(step, donate_argnums=(0, 1), out_shardings=places)
 
 
-def trained(step, params, state, first, last):
+def trained(step, params, state, first, last, width=WIDTH):
     values = []
     for k in range(first, last):
-        params, state, value = step(params, state, batch(k))
+        params, state, value = step(params, state, batch(k, width))
         values.append(np.asarray(value))
     return params, state, values
 
@@ -101,7 +118,7 @@ def shards(tree):
 
 def values(folder, how):
     """As in host memory, in one way or all."""
-    for each in HOW if how == "all" else [how]:
+    for each in ("fsdp", "zero", "replicated", "both") if how == "all" else [how]:
         resumed(folder, each, 3000 if each == "zero" else 0)
 
 
@@ -160,6 +177,62 @@ def resumed(folder, how, host_bytes):
     again.close()
     parts = {name: len(list((folder / how / name).iterdir())) for name in ("process-0-of-2", "process-1-of-2")}
     assert len({*parts.values()}) == 1, parts
+
+
+def near(got, want):
+    pairs = list(zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True))
+    off = jax.jit(lambda pairs: [jnp.abs(jo.to_device(a) - b).max() for a, b in pairs])(pairs)
+    assert max(map(float, off)) < 1e-5
+
+
+def pipelined(folder, gradients):
+    """As plain optax under ``jax.jit``; gradients wait where they are asked to."""
+    params, tx, width = model("two axes", 128), jo.offload(INNER, min_bytes=0), 128
+    plain = jax.jit(by_update(INNER, loss_of_scan))
+    *want, losses = trained(plain, params, INNER.init(params), 0, 3, width)
+    train = jo.pipelined(by_update(tx, loss_of_scan), donate_argnums=(0, 1), gradients=gradients)
+    carry, found = (copied(params), tx.init(params)), []
+    table = jo.placement(train, *carry, batch(0, width))
+    assert "in the scan that reads the parameters" in " ".join(str(table).split()), table
+    for k in range(3):
+        carry, aux = train(carry, batch(k, width))
+        found.append(np.asarray(aux.now))
+    waiting = Counter(x.sharding.memory_kind for x in jax.tree.leaves(carry) if np.shape(x) == params["c"].shape)
+    of_gradients = gradients == "device"  # beside both moments and the parameter
+    assert waiting == {"device": 1 + of_gradients, "pinned_host": 3 - of_gradients}
+    np.testing.assert_allclose(found, losses, rtol=1e-6)
+    got = train.finish(carry)
+    near(got, want)
+    assert_placed(tx, params, *got)
+
+
+def assert_placed(tx, params, *got):
+    for x, like in zip(jax.tree.leaves(got), jax.tree.leaves((params, jo.abstract_state(tx, params))), strict=True):
+        assert x.sharding.is_equivalent_to(like.sharding, x.ndim), (x.sharding, like.sharding)
+        assert x.sharding.memory_kind == like.sharding.memory_kind
+
+
+def cores(folder, how):
+    """Each process updates its own part on its cores: each step is the plain one."""
+    params, over = model(how, 128), HOW[how][1]
+    tx = jo.offload(INNER, min_bytes=0, shard_over=over, update_on="host")
+    step, plain, state = step_of(tx, params), jax.jit(by_update(INNER)), tx.init(params)
+    assert any(x.sharding.memory_kind == "pinned_host" for x in jax.tree.leaves(state))
+    like = params
+    for k in range(3):
+        want = plain(params, jo.to_device(state), batch(k, 128))
+        *got, value = step(params, state, batch(k, 128))
+        near((got, value), (want[:2], want[2]))
+        assert_placed(tx, like, *got)
+        params, state = got
+
+
+def whole_leaves(folder):
+    """An update that needs whole leaves is an error in several processes."""
+    params = model("fsdp", 128)
+    tx = jo.offload(optax.lamb(1e-2), min_bytes=0, update_on="host")
+    with pytest.raises(ValueError, match="takes every leaf whole, and the step runs in 2 processes. Fix: "):
+        step_of(tx, params)(params, tx.init(params), batch(0, 128))
 
 
 def everything(tree):
@@ -337,6 +410,9 @@ def train(folder, name="", n="0", process="0"):
 
 if __name__ == "__main__":
     what, folder, processes, process, port = sys.argv[1:6]
+    if what in APART:
+        flag = r"(?<=_device_count=)\d+"
+        os.environ["XLA_FLAGS"] = re.sub(flag, lambda n: str(int(n[0]) + 1), os.environ["XLA_FLAGS"])
     if int(processes) > 1:
         jax.distributed.initialize(f"localhost:{port}", int(processes), int(process))
     set_sizes(group=1, part=1)
