@@ -66,7 +66,10 @@ def test_what_the_format_has_comes_back_however_often(name, stochastic):
 @settings(max_examples=40, deadline=None)
 @given(st.lists(st.integers(0, 2**32 - 1), min_size=96, max_size=96), st.integers(0, 2**31 - 1))
 def test_bits_of_any_kind(name, words, seed):
-    """Zero is zero, what is not does not become it, signs stay, and NaN and infinity never become numbers."""
+    """Zero is zero, what is not does not become it, signs stay, and NaN and infinity never become numbers.
+
+    A second moment of zero is divided by.
+    """
     x = np.array(words, np.uint32).view(np.float32)
     x = np.where(np.abs(x) < 1e-37, 0, x)  # subnormal numbers count as zero on a CPU
     for values in (x, np.where(np.isfinite(x), x, 1.0).astype(np.float32)):

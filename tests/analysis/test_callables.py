@@ -116,14 +116,6 @@ def test_a_resident_step_of_nnx_is_no_offload():
         jo.verify(step, *args)
 
 
-def test_donation_is_read_from_the_step_inside():
-    """A step that donates needs less: the same is seen through a function that is not jitted itself."""
-    step, *args = nnx_step(ADAMW)
-    kept, *_ = nnx_step(ADAMW, nnx.jit)
-    assert jo.inspect(step, *args).peak < jo.inspect(kept, *args).peak
-    assert jo.inspect(lambda *args: step(*args), *args).peak == jo.inspect(step, *args).peak
-
-
 class Trainer:
     def __init__(self):
         self.scale = 0.5

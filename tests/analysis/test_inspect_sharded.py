@@ -7,15 +7,10 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import jax_offload as jo
 from tests.aot.harness import H200, mesh_for, require
-from tests.aot.model import ADAMW, CLIPPED, loss, parameters, step_of
+from tests.aot.model import ADAMW, loss, parameters, step_of
 
 MIB = 2**20
-MODELS = {  # stacked, how the parameters are divided, and shard_over
-    "FSDP, stacked": (True, (None, "data"), None),
-    "FSDP, unrolled": (False, ("data",), None),
-    "ZeRO-1, stacked": (True, (), "data"),
-    "ZeRO-1, unrolled": (False, (), "data"),
-}
+MODELS = {"FSDP": (("data",), None), "ZeRO-1": ((), "data")}  # how the parameters are divided, and shard_over
 
 
 def placed(*spec, kind="device"):
@@ -24,33 +19,25 @@ def placed(*spec, kind="device"):
 
 @pytest.mark.parametrize("name", MODELS)
 def test_per_device(name):
-    """Six layers of 4 MiB: 24 of parameters, 48 of state; a quarter of the state, and under FSDP of all, on each."""
+    """Six layers of 4 MiB: 24 of parameters, 48 of state; a quarter of the state, and under FSDP of all, on each.
+
+    Of stacked layers: tests/aot/compiled.py.
+    """
     require(H200)
-    stacked, spec, over = MODELS[name]
-    params, tx = parameters(6, 1024, stacked, placed(*spec)), jo.offload(ADAMW, shard_over=over)
+    spec, over = MODELS[name]
+    params, tx = parameters(6, 1024, False, placed(*spec)), jo.offload(ADAMW, shard_over=over)
     batch = jax.ShapeDtypeStruct((1024, 1024), jnp.float32, sharding=placed("data"))
     args = params, jo.abstract_state(tx, params), batch
     step = step_of(tx, loss, update_params=True)
     out = jax.tree.map(lambda a: a.sharding, args[:2])
     report = jo.verify(jo.jit(step, donate_argnums=(0, 1), out_shardings=out), *args, target=H200)
     assert report.problems == () and (report.host, report.host_temp) == (12 * MIB, 0)
-    assert report.parts["parameters"] == (6 if "FSDP" in name else 24) * MIB
-    again = 2 * MIB if stacked else 0  # a row of each moment moves twice
-    assert report.loaded == report.stored == 12 * MIB + again
+    assert report.parts["parameters"] == (6 if name == "FSDP" else 24) * MIB
+    assert report.loaded == report.stored == 12 * MIB
     assert report.timeline.collectives > 0
     assert report.timeline.link == pytest.approx((report.loaded + report.stored) / 64e9)  # the host's memory, shared
-    if not stacked:  # updated between the passes, a layer's moments while the next one's come
-        assert 0 < report.timeline.window <= 4 * MIB
-
-
-def test_a_pipelined_step():
-    """Gradients wait where their parameters lie."""
-    require(H200)
-    params, tx = parameters(6, 1024, True, placed(None, "data")), jo.offload(CLIPPED)
-    batch = jax.ShapeDtypeStruct((1024, 1024), jnp.float32, sharding=placed("data"))
-    train = jo.pipelined(step_of(tx, loss, update_params=True), donate_argnames=("params", "state"))
-    report = jo.verify(train, params, jo.abstract_state(tx, params), batch, target=H200)
-    assert (report.parts["parameters"], report.host, report.host_temp) == (6 * MIB, 12 * MIB, 0)
+    # updated between the passes, a layer's moments while the next one's come
+    assert 0 < report.timeline.window <= 4 * MIB
 
 
 def test_a_resident_state():
