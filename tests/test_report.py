@@ -30,33 +30,31 @@ def streams(inner):
     return {leaf.path: leaf.streams for leaf in table.leaves}
 
 
-SKIPS = optax.MultiSteps(CLIPPED, 2, should_skip_update_fn=optax.skip_not_finite)
-STREAMS = {  # the optimizer, a leaf, and how it streams
-    "a stack": (CLIPPED, "[1][0].mu['layers']['w']", "6 chunks of axis 0, 2 leaves together"),
-    "a matrix": (CLIPPED, "[1][0].nu['embed']", "64 chunks of axis 0, 2 leaves together"),
-    "smaller than the window": (CLIPPED, "[1][0].nu['layers']['b']", "whole, 2 leaves together"),
-    "a count, which does not": (CLIPPED, "[1][0].count", ""),
-    # 2-d matrices are orthogonalised, for which all rows are needed
-    "muon": (optax.contrib.muon(1e-3), ".inner_states['muon'].inner_state[0].mu['embed']", "whole: "),
-    # the norms of LAMB are taken over all rows, so that they are a pass of their own
-    "lamb": (optax.lamb(1e-3), "[0].mu['embed']", "64 chunks of axis 0, 2 leaves together (3 times)"),
-    "prodigy": (optax.contrib.prodigy(1.0), ".params0['embed']", "32 chunks of axis 0"),
-    # a norm inside of a branch keeps no leaf whole
-    "finite": (optax.apply_if_finite(CLIPPED, 3), ".inner_state[1][0].mu['embed']",
-               "64 chunks of axis 0, 2 leaves together"),
-    "skips": (SKIPS, ".inner_opt_state[1][0].mu['embed']", "128 chunks of axis 0, 3 leaves together"),
-    "sums": (SKIPS.gradient_transformation(), ".acc_grads['embed']",
-             "32 chunks of axis 0; then 128 chunks of axis 0, 3 leaves together"),
-}  # fmt: skip
-
-
 @pytest.mark.oldest("what is printed of them")
-@pytest.mark.daily("each streams otherwise")
-@pytest.mark.parametrize("name", STREAMS)
-def test_how_a_leaf_streams(name):
-    inner, leaf, how = STREAMS[name]
-    found = streams(inner)[leaf]
-    assert found == how or (name == "muon" and found.startswith(how))
+def test_chunks_and_whole_leaves():
+    table = streams(CLIPPED)
+    assert table["[1][0].mu['layers']['w']"] == "6 chunks of axis 0, 2 leaves together"
+    assert table["[1][0].nu['embed']"] == "64 chunks of axis 0, 2 leaves together"
+    assert table["[1][0].nu['layers']['b']"] == "whole, 2 leaves together"  # smaller than the window
+    assert table["[1][0].count"] == ""  # it does not stream
+
+
+def test_reasons_and_repeated_loads():
+    # 2-d matrices are orthogonalised, for which all rows are needed
+    assert streams(optax.contrib.muon(1e-3))[".inner_states['muon'].inner_state[0].mu['embed']"].startswith("whole: ")
+    # the norms of LAMB are taken over all rows, so that they are a pass of their own
+    assert streams(optax.lamb(1e-3))["[0].mu['embed']"] == "64 chunks of axis 0, 2 leaves together (3 times)"
+    assert streams(optax.contrib.prodigy(1.0))[".params0['embed']"] == "32 chunks of axis 0"
+
+
+def test_a_norm_inside_of_a_branch_keeps_no_leaf_whole():
+    finite = optax.apply_if_finite(CLIPPED, 3)
+    assert streams(finite)[".inner_state[1][0].mu['embed']"] == "64 chunks of axis 0, 2 leaves together"
+    skip = optax.MultiSteps(CLIPPED, 2, should_skip_update_fn=optax.skip_not_finite).gradient_transformation()
+    table = streams(skip)
+    assert table[".inner_opt_state[1][0].mu['embed']"] == "128 chunks of axis 0, 3 leaves together"
+    in_norm, in_update = "32 chunks of axis 0", "128 chunks of axis 0, 3 leaves together"
+    assert table[".acc_grads['embed']"] == f"{in_norm}; then {in_update}"
 
 
 def test_an_update_that_needs_arguments_says_so():
@@ -127,6 +125,11 @@ def test_functions_among_the_extra_arguments():
     assert not table.unknown
     streams = [leaf.streams for leaf in table.leaves if leaf.host]
     assert streams and all(streams)
+
+
+def test_multi_steps_is_taken_as_it_is():
+    wrapper = optax.MultiSteps(CLIPPED, 2)
+    assert streams(wrapper) == streams(wrapper.gradient_transformation())
 
 
 @pytest.mark.parametrize(

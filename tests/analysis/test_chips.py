@@ -2,10 +2,8 @@
 
 import dataclasses
 import itertools
-from collections import Counter
 from types import SimpleNamespace
 
-import jax
 import pytest
 
 import jax_offload as jo
@@ -65,53 +63,24 @@ def test_types_that_are_wrong():
         jo.chip.measured("foo")
 
 
-HOST, DEVICE = jax.memory.Space.Host, jax.memory.Space.Device
-ALONE = {(HOST, DEVICE): 50e9, (DEVICE, HOST): 40e9}  # bytes per second, by where from and where to
-BOTH = 30e9  # of each, where both are busy
-SLOWER = (100.0, 3.0, 1.0, 2.0)  # the runs of a program, beside its best: the first one is not counted
+def clock(monkeypatch, *seconds):
+    """Runs that take so long, by the clock. The first run of a program, which compiles, is not timed."""
+    times = itertools.chain.from_iterable((0.0, each) for each in seconds)
+    monkeypatch.setattr(chips, "time", SimpleNamespace(perf_counter=times.__next__))
 
 
-class Machine:
-    """A clock, and programs that move it on by the time of their copies. ``copied``: bytes, of each program's runs."""
-
-    def __init__(self):
-        self.now, self.copied = 0.0, []
-
-    def jit(self, move, out_shardings):
-        kinds = [sharding.memory_kind for sharding in jax.tree.leaves(out_shardings)]
-
-        def compiled(*args):
-            traced = jax.make_jaxpr(move)(*args)
-            moved = Counter()
-            for x, y, kind in zip(traced.in_avals, traced.out_avals, kinds, strict=True):
-                assert (kind == "pinned_host") == (y.memory_space == HOST)
-                moved[x.memory_space, y.memory_space] += x.size * x.dtype.itemsize
-            seconds = max(n / (BOTH if len(moved) == 2 else ALONE[way]) for way, n in moved.items())
-            runs = iter(SLOWER)
-
-            def program(*args):
-                self.now += seconds * next(runs)
-                self.copied[-1] += moved.total()
-                return args
-
-            self.copied.append(0)
-            return program
-
-        return SimpleNamespace(lower=lambda *args: SimpleNamespace(compile=lambda compiler_options: compiled(*args)))
-
-
-def test_each_way_alone_and_both_at_once(monkeypatch):
-    """The best of three; ``both`` is what one way has while the other is busy. It copies what its docstring says: 16
-    GiB in four runs each, with the pieces that an accelerator has."""
-    machine, dram = Machine(), [7e9, None]
-    monkeypatch.setattr(chips, "time", SimpleNamespace(perf_counter=lambda: machine.now))
-    monkeypatch.setattr(chips, "dram_bandwidth", lambda: dram.pop(0))
-    monkeypatch.setattr(jax, "jit", machine.jit)
-    found = jo.chip.measured()
-    assert (found.host_link, found.host_link_both, found.dram_bandwidth) == pytest.approx((40e9, 60e9, 7e9))
+def test_each_way_alone_and_both_at_once_and_the_host_s_memory(monkeypatch):
+    """The best of three; ``both`` is what one way has while the other is busy; two arrays are read, one is written."""
+    monkeypatch.setattr(chips, "ARRAY", 2**12)
+    runs = (3, 2, 5), (4, 6, 5), (9, 8, 7)  # to the device, to the host, both
+    clock(monkeypatch, *itertools.chain(*runs), 4, 2, 3)
+    found, copied = jo.chip.measured(), chips.ON_CPU * chips.PIECES
+    assert (found.host_link, found.host_link_both) == pytest.approx((copied / 4, 2 * copied / 7))
+    assert found.dram_bandwidth == pytest.approx(3 * 2**12 / 2)
     assert found.name == "cpu" and found.bf16 == jo.chip("h100").bf16
     assert (found.sources["host_link"], found.sources["bf16"]) == ("measured on this machine", "as h100")
-    assert [n * chips.PIECE / chips.ON_CPU / 2**30 for n in machine.copied] == [4, 4, 8]
+    monkeypatch.setattr(chips, "dram_bandwidth", lambda: None)
+    clock(monkeypatch, *itertools.chain(*runs))
     assert jo.chip.measured().dram_bandwidth == jo.chip("h100").dram_bandwidth
 
 
@@ -122,11 +91,3 @@ def test_a_card_without_a_name_has_the_memory_that_jax_takes_its_share_of(monkey
     stats = {"bytes_limit": 18 * 2**30}
     card = SimpleNamespace(device_kind="NVIDIA GeForce RTX 4090", platform="gpu", memory_stats=lambda: stats)
     assert jo.chip.measured(card).hbm_bytes == 24 * 2**30
-
-
-def test_the_host_s_memory_by_the_best_of_three(monkeypatch):
-    """Two arrays are read and one is written; the first run, which compiles, is not timed."""
-    monkeypatch.setattr(chips, "ARRAY", 2**12)
-    took = [(1.0, 5.0), (6.0, 8.0), (9.0, 12.0)]
-    monkeypatch.setattr(chips, "time", SimpleNamespace(perf_counter=itertools.chain(*took).__next__))
-    assert chips.dram_bandwidth() == 3 * 2**12 / 2

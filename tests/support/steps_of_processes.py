@@ -231,7 +231,7 @@ def whole_leaves(folder):
     """An update that needs whole leaves is an error in several processes."""
     params = model("fsdp", 128)
     tx = jo.offload(optax.lamb(1e-2), min_bytes=0, update_on="host")
-    with pytest.raises(ValueError, match="takes every leaf whole, and the step runs in 2 processes. Fix: "):
+    with pytest.raises(ValueError, match=r"takes every leaf whole, and the step runs in 2 processes\. Fix: "):
         step_of(tx, params)(params, tx.init(params), batch(0, 128))
 
 
