@@ -13,7 +13,7 @@ import optax
 import pytest
 
 import jax_offload as jo
-from tests.support.trees import assert_same
+from tests.support.trees import assert_same, copied
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:Some donated buffers were not usable"),
@@ -242,3 +242,24 @@ def test_in_a_scan_of_the_step():
 
     with pytest.raises(ValueError, match="update_on: the update stands in a scan of the step"):
         jo.jit(scanned)(params, tx.init(params), jnp.stack([X, X]))
+
+
+@pytest.mark.parametrize("donated", [(), (0, 1)])
+def test_a_leaf_that_takes_the_place_of_another_stays_on_the_host(donated):
+    """The optimizer rotates its buffers, so that a new leaf is no leaf's next value."""
+
+    def update(grads, state, params=None):
+        return jax.tree.map(lambda g: -1e-2 * g, grads), (state[1], jax.tree.map(lambda g, x: g + x, grads, state[0]))
+
+    init = lambda params: (jax.tree.map(jnp.zeros_like, params), jax.tree.map(jnp.ones_like, params))  # noqa: E731
+    tx = jo.offload(optax.GradientTransformation(init, update), min_bytes=0, update_on="host")
+    params = model()
+    step = jo.jit(lambda params, state: jo.update_params(tx, params, state, params), donate_argnums=donated)
+    state, wanted = tx.init(params), init(params)
+    want, new = copied(params), params
+    for _ in range(3):
+        new, state = step(new, state)
+        updates, wanted = update(want, wanted)
+        want = optax.apply_updates(want, updates)
+        assert {x.sharding.memory_kind for x in jax.tree.leaves(state)} == {"pinned_host"}
+    assert_same((new, state), (want, wanted), "rotated")
