@@ -16,6 +16,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, SingleDev
 
 import jax_offload as jo
 from tests.support import processes
+from tests.test_checkpoint import files
 
 P = PartitionSpec
 HOST = "pinned_host"
@@ -123,10 +124,6 @@ def run(tmp_path_factory):
     with mock.patch.object(sys, "unraisablehook"):
         yield folder, trees, target
         gc.collect()  # where one read fails orbax leaves the others behind, and Python says so
-
-
-def files(folder):
-    return sorted(p for p in folder.rglob("*") if p.is_file())
 
 
 def outcome(run, target):

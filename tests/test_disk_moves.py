@@ -8,7 +8,6 @@ import threading
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import orbax.checkpoint as ocp
 import pytest
 
@@ -16,12 +15,11 @@ import jax_offload as jo
 from tests.disk.faulty import NO_SPACE, Faulty, error, no_fault
 from tests.support import processes
 from tests.support.sizes import set_sizes
+from tests.support.steps import CLIPPED, apart
 from tests.support.trees import assert_equal, handles, kinds, read
 
-INNER = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-2))
-PARAMS = {f"layer_{k}": np.full((64, 64), 1 + k / 7, np.float32) for k in range(4)}
 LEAF = 64 * 64 * 4
-GRADS = {name: np.sin(x * np.arange(64, dtype=np.float32)) for name, x in PARAMS.items()}
+GRADS = {name: np.sin(9 * np.asarray(x)) for name, x in apart().items()}
 
 
 @pytest.fixture
@@ -37,12 +35,8 @@ def disks(tmp_path):
         each.close()
 
 
-def params():
-    return jax.device_put({name: jnp.asarray(x) for name, x in PARAMS.items()}, jax.devices()[0])
-
-
 def offload(disk=None, **options):
-    return jo.offload(INNER, min_bytes=1024, disk=disk, **options)
+    return jo.offload(CLIPPED, min_bytes=1024, disk=disk, **options)
 
 
 def step_of(tx):
@@ -50,11 +44,11 @@ def step_of(tx):
 
 
 def trained(tx):
-    return step_of(tx)(params(), tx.init(params()), GRADS)
+    return step_of(tx)(apart(), tx.init(apart()), GRADS)
 
 
 def target_of(tx):
-    return {"params": params(), "state": jo.abstract_state(tx, params())}
+    return {"params": apart(), "state": jo.abstract_state(tx, apart())}
 
 
 def by_name(tree):
@@ -113,7 +107,7 @@ def test_a_state_is_restored_anywhere(disks, tmp_path, storage, host_bytes):
         for k, source in enumerate((files, manager, files)):
             got = jo.restore(source, target_of(memory), step=7)
             same(got, wanted)
-            assert types(got["state"]) == types(memory.init(params()))
+            assert types(got["state"]) == types(memory.init(apart()))
             near(step_of(memory)(*got.values(), GRADS), after)
             other = disks(f"other-{k}", host_bytes=LEAF // 4)
             onto = offload(other, storage=storage)
@@ -161,7 +155,7 @@ def test_a_checkpoint_that_is_damaged_leaves_no_files_and_the_one_before_is_used
         assert len(sums) == 1
         record.write_bytes(record.read_bytes().replace(sums[0], b"1" + b"0" * (len(sums[0]) - 1)))
         files = disks()
-        target = {"state": jo.abstract_state(offload(files), params())}
+        target = {"state": jo.abstract_state(offload(files), apart())}
         with pytest.raises(ValueError, match=r"is damaged: other values than were saved in 1 of .*nu/layer_3"):
             jo.restore(manager, target)
         assert files.last_commit is None
@@ -186,14 +180,14 @@ def test_what_is_wrong_says_so(disks):
         ),
         ("target: expected the committed tree", lambda: jo.restore(files)),
         ("item, fallback: ", lambda: jo.restore(files, target_of(offload()), fallback=True)),
-        ("target: its leaves differ from the commit's", lambda: jo.restore(files, {"params": params()})),
+        ("target: its leaves differ from the commit's", lambda: jo.restore(files, {"params": apart()})),
         (r"holds a state already.*Fix: .*disk.resume\(target\)", lambda: jo.restore(files, target_of(tx))),
         (
             "state: is on disk, or goes there, and no program can move it",
             lambda: jax.jit(lambda s: jo.to_host(tx, s))(state),
         ),
         ("state: its tree is not the one", lambda: jo.to_host(offload(), state[1], weights)),
-        (r"state: .* has the shape .*gives", lambda: jo.to_host(offload(), state, {n: jnp.ones(3) for n in PARAMS})),
+        (r"state: .* has the shape .*gives", lambda: jo.to_host(offload(), state, {n: jnp.ones(3) for n in GRADS})),
     ]:
         with pytest.raises(ValueError, match=message):
             wrong()
@@ -232,7 +226,7 @@ def test_host_bytes_are_those_of_what_is_under_way(tmp_path, monkeypatch):
     monkeypatch.setattr(mmap, "mmap", Mapped)
     files = jo.disk(tmp_path)
     tx = offload(files)
-    weights = jax.device_put({f"layer_{k}": jnp.full((64, 64), float(k)) for k in range(24)}, jax.devices()[0])
+    weights = apart(24)
     step, state = step_of(tx), tx.init(weights)
     for k in range(4):
         weights, state = step(weights, state, weights)
