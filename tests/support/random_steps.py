@@ -1359,6 +1359,7 @@ def hunt(seeds: range, modes: Sequence[str] = MODES, many: int = 4) -> None:
 
 
 if __name__ == "__main__":
+    assert len(jax.devices()) >= 5, "run it with XLA_FLAGS=--xla_force_host_platform_device_count=8"
     if sys.argv[1].startswith("{"):
         given = complete(json.loads(sys.argv[1]))
         plain = reference(given)
