@@ -139,7 +139,11 @@ class Emitter:
         return own | {v: self.buffers.read(v, x, i) for v, x in self.others.items()}
 
     def update(self, hand: Hand, own: Values, i: Any, is_first: Any) -> Values:
-        """Runs the updates on the rows ``i``; returns those that the scan itself reads."""
+        """Run the updates on the rows ``i``; return the new rows that the scan itself reads.
+
+        Sums and new rows of arrays on the device are in ``hand.wholes`` then, new rows of host leaves in ``hand.new``.
+        ``own``: the rows of the operands on the device.
+        """
         given, hand.new, fed = own | hand.loaded, Values(), Values()
         for move in self.plan.moves:
             s = move.slice

@@ -5,15 +5,19 @@ For each scan it tries the policies one after the other: run updates in the scan
 new parameters (``Hoist.into_forward``). If no scan takes an update, gates may hold its pieces between the passes. To
 add a policy:
 
-1. Add a method to ``Hoist`` (``_schedule/hoist.py``) that returns an ``InScan``, or ``None`` and the reasons, and call
-   it beside the others in ``decided``. A reason ends with a fix; ``placement`` prints it.
+1. Add a method to ``Hoist`` (``_schedule/hoist.py``) that returns an ``InScan`` or ``None``, and the reasons why other
+   updates stay. Call it in ``decided`` ahead of the policies that it should precede: the first plan for a scan counts.
+   A reason ends with a fix; ``placement`` prints it.
 2. Describe what an iteration does by fields of ``InScan`` (``_schedule/in_scan.py``). ``moves`` are the updates inside,
    ``eqns`` the equations that leave their place, ``kept`` the stacked results that still exist. ``_parts`` runs the
-   equations of an update that are in no ``eqns`` after the passes.
+   equations of an update that are in no ``eqns`` after the passes. ``placement`` prints ``InIterations``
+   (``_schedule/schedule.py``) for each move: let its words name the policy.
 3. Emit it in ``Emitter.iteration`` (``_emit/hoisted.py``). ``update`` runs the moves on row ``i``. ``phases`` runs the
    arithmetic of the scan's body; meanwhile it stores row ``before`` (in a forward pass ``i``) and loads row ``after``.
-   A policy that updates only some rows in the scan keeps the gradients of all (``kept``), returns the old values of
-   the other rows from ``update``, and updates these after the scan, in ``scanned``.
+   ``Buffers`` (``_emit/run.py``) reads and writes the rows. A policy that updates only some rows in the scan keeps the
+   gradients of all (``kept``). In ``update`` it replaces the other rows' new values by the old ones, those of
+   ``move.how.buffers``, and leaves these rows out of ``sums``. In ``scanned``, after the last ``exchange``, it loads,
+   updates and stores them.
 4. ``rewritten`` puts the parts together and checks operands, buffers and types. If a check fails, the step runs as
    written, with a warning. No check notices a row that is never updated; the tests of random steps do.
 """

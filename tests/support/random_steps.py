@@ -4,8 +4,8 @@ A recipe names one choice for each field of ``FIELDS``. ``recipe(seed, variant)`
 one of ``MODES``, and ``shrunk`` looks for the simplest recipe that still differs. The variants of a seed differ in the
 fields of ``FREE`` only, so that one run of plain optax serves them all. From the command line::
 
-    python -m tests.support.random_steps 0 100         # hunts in seeds 0 to 99, and shrinks what it finds
-    python -m tests.support.random_steps '{"skip": "cond"}' "jo.jit"
+    python -m tests.support.random_steps 0 100                        # hunts in 100 seeds, and shrinks what it finds
+    python -m tests.support.random_steps '{"skip": "cond"}' "jo.jit"  # one step; '{}' is the simplest
 """
 
 from __future__ import annotations
@@ -1359,7 +1359,9 @@ def hunt(seeds: range, modes: Sequence[str] = MODES, many: int = 4) -> None:
 
 
 if __name__ == "__main__":
-    assert len(jax.devices()) >= 5, "run it with XLA_FLAGS=--xla_force_host_platform_device_count=8"
+    import tests.conftest  # noqa: F401  (XLA reads its flags when jax first looks for devices)
+
+    assert len(jax.devices()) >= 5, "run it with JAX_PLATFORMS=cpu"
     if sys.argv[1].startswith("{"):
         given = complete(json.loads(sys.argv[1]))
         plain = reference(given)
