@@ -96,9 +96,9 @@ def offload(
         256 MiB and a large part of the state. ``jax_offload.placement`` prints the window and why it has that size,
         and how each leaf streams.
       order: regular expressions searched in a parameter's path, in the order in which the gradients of the matching
-        parameters appear in the backward pass, ``["head", "layers", "embed"]``. Parameters that none matches come last.
-        A rule that matches no parameter is an error. ``None`` takes the order of the traced gradients where the trace
-        shows it, otherwise ``layers_10`` before ``layers_2``.
+        parameters appear in the backward pass, ``["head", "layers", "embed"]``. Parameters that match no rule come
+        last. A rule that matches no parameter is an error. ``None`` takes the order of the traced gradients where the
+        trace shows it, otherwise ``layers_10`` before ``layers_2``.
       shard_over: the mesh axes, such as ``"data"``, over which to divide the state of parameters that are replicated
         there (ZeRO-1, Rajbhandari et al. 2020). Leaves of their parameter's shape and of ``min_bytes`` or more are
         divided, along the first axis that divides evenly and is not sharded yet; in leaves with three or more axes the
@@ -129,7 +129,7 @@ def offload(
       state becomes an offloaded one in its first step. Except with ``update_on`` or ``disk``, gradients and parameters
       may be in pinned host memory too: they are streamed with the state, and each update returns to the memory of its
       gradient. ``update(..., skip=)`` takes a bool, traced or not; where it is true the updates are zero and the state
-      keeps every bit. A transformation around this one does not see that, and still counts the step;
+      keeps every bit. A transformation around this one does not see the skip and still counts the step;
       ``update_params(..., skip=)`` skips it too. Outside any ``jit`` an update is compiled as ``jax.jit`` would compile
       it: it reads closures at the first call only, and recompiles when an extra argument that is a function, an int or
       a string changes.
@@ -342,8 +342,8 @@ def to_host(tx: Any, state: Any = None, params: Any = None, *args: Any, select: 
 
     Parameters of layers may live in host memory under ``jax_offload.jit``, which loads them layer by layer.
     ``params = jo.to_host(params, loss, batch)`` traces ``loss(params, batch)`` and its gradient, and moves the
-    parameters that are loaded so. Those that it would load as a whole, such as an embedding beside a scan, stay on the
-    device; ``jax_offload.placement(step, ...)`` lists them. ``to_host(params)`` moves all.
+    parameters that are loaded this way. Parameters that would be loaded as a whole, such as an embedding beside a scan,
+    stay on the device; ``jax_offload.placement(step, ...)`` lists them. ``to_host(params)`` moves all.
 
     Args:
       tx: a transformation with an ``offload`` anywhere inside it; or a tree of parameters, concrete, traced or
@@ -351,19 +351,19 @@ def to_host(tx: Any, state: Any = None, params: Any = None, *args: Any, select: 
       state: the state of ``tx``, in any memory; under ``jit``, donate it. For parameters, a loss or a step: a function
         whose first argument they are. It is traced and does not run.
       params: the parameters, concrete or abstract. If they are left out, their tree is read off the state, as
-        ``optax.tree.map_params`` does. Behind a loss its second argument.
+        ``optax.tree.map_params`` does. After a loss, its second argument.
       *args: the further arguments of the loss, concrete or abstract.
-      select: for parameters, which of them move, as ``jax_offload.offload(select=)`` says it of their state: regular
-        expressions searched in their paths, ``"layers"``; a pytree prefix with a bool for each subtree; or a function
-        of a path and a parameter.
-      fraction: for parameters, the share of these bytes that moves, or a pytree prefix with one for each subtree.
+      select: for parameters, which of them move, as in ``jax_offload.offload(select=)``: regular expressions searched
+        in their paths, ``"layers"``; a pytree prefix with a bool for each subtree; or a function of a path and a
+        parameter.
+      fraction: for parameters, the share of their bytes that moves, or a pytree prefix with one share per subtree.
 
     Returns:
-      A tree like ``state``, with its shapes and dtypes, each leaf in the memory in which ``tx`` keeps it; or one like
-      the parameters.
+      A tree like ``state``, with its shapes and dtypes, each leaf in the memory in which ``tx`` keeps it; or a tree
+      like the parameters.
 
     Raises:
-      TypeError: ``tx`` is not a transformation, or is one beside ``select`` or ``fraction``.
+      TypeError: ``tx`` is not a transformation, or is one given together with ``select`` or ``fraction``.
       ValueError: the parameters' tree cannot be read off the state, or the state belongs to another optimizer;
         ``select`` or ``fraction`` does not fit the parameters, or the loss loads none of them layer by layer.
 

@@ -46,7 +46,7 @@ class Disk:
     """Keep in files the part of a state that does not fit into host memory.
 
     Use it as ``jo.offload(inner, disk=jo.disk(folder))``. Each step of ``jax_offload.jit`` reads that part group by
-    group. While the device updates one group, the step reads the next one and writes the one before. The numbers are
+    group. While the device updates one group, the step reads the next two and writes the previous two. The numbers are
     the same as in host memory (docs/disk.md).
 
     Only ``commit`` saves anything: after a crash the files hold the whole last commit. They take twice the bytes of
@@ -58,10 +58,10 @@ class Disk:
       directory: the directory for the files, made if missing. A local NVMe drive is best, or a RAID, which is as fast
         as all of its drives together. ``~`` is your home, and a relative path starts at the current directory.
       host_bytes: how many bytes of the state stay in pinned host memory, over all devices, with replicated bytes
-        counted once. These are whole parameters' states, first of those whose gradients come last. Everything else
-        that ``offload`` would keep there is on disk. Buffers come on top: at most nine groups of 64 to 128 MiB, or of
-        one row, or of one parameter's leaves if the update does not keep their rows apart.
-      commit_every: the number of steps from one due ``commit`` to the next.
+        counted once. They hold whole parameters' states, starting with the parameters whose gradients come last.
+        Everything else that ``offload`` would keep there is on disk. Buffers need more: at most nine groups of 64 to
+        128 MiB, or of one row, or of one parameter's leaves if the update does not keep their rows apart.
+      commit_every: the number of steps between due commits.
 
     Raises:
       TypeError: ``directory`` is not a path.
@@ -100,18 +100,18 @@ class Disk:
 
     @property
     def last_commit(self) -> int | None:
-        """The step of the last commit in the directory, or ``None``. If there are several processes, all must ask."""
+        """The step of the last commit in the directory, or ``None``. With several processes, all must ask."""
         if self._opened is not None:
             return self._opened.step
         last = last_of_all(self.directory)
         return None if last is None else last.step
 
     def commit(self, step: int, tree: Any, force: bool = False) -> bool:
-        """Save the current state, with everything else that a run continues from, if the step is due.
+        """Save the current state and everything else that the run needs to continue, if the step is due.
 
         A step is due if it is a multiple of ``commit_every``, or if there is no commit yet. Otherwise the call returns
-        at once. After a commit everything is written. A commit that does not complete, for whatever reason,
-        changes nothing. With several processes all must call it, and the commit belongs to all or to none.
+        at once. After a commit, everything is written. A commit that fails for any reason changes nothing. With several
+        processes all must call it, and the commit belongs to all or to none.
 
         Args:
           step: the number of the step, at least the last commit's unless ``force`` is given.
@@ -169,7 +169,7 @@ class Disk:
         return beside
 
     def resume(self, target: Any) -> tuple[Any, int]:
-        """Return the tree of the last commit and its step. Everything written since is forgotten.
+        """Return the tree of the last commit and its step. Everything written since is discarded.
 
         If it raises, in one process or in all, the state in use is unchanged.
 
@@ -267,7 +267,7 @@ class Disk:
         self._committed = None if store.step is None else self._version
 
     def wait(self) -> None:
-        """Wait until everything is written, and raise what writing has raised."""
+        """Wait until everything is written, and raise any error from writing."""
         if self._opened is not None:
             for future in list(self._writing.values()):
                 future.result()

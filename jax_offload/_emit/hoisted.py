@@ -7,8 +7,8 @@ In a forward pass (``ahead``), iteration i begins with the update of layer i, wi
 loaded, and stores the new state. If the next iteration stored it, the new state would share a buffer of the loop with
 the rows that are being stored, and the update would wait for these.
 
-So both directions of the link have a whole iteration. Its arithmetic is in phases, and the leaves are in as many
-groups that take turns: in each phase one group is stored while the one before it is loaded.
+So both directions of the link have a whole iteration. Its arithmetic is divided into phases, and the leaves into as
+many groups, which take turns: in each phase one group is stored while the one before it is loaded.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ class Emitter:
     def first(self, env: Mapping[Var, Any]) -> Hand:
         """The values that the first iteration starts with.
 
-        An update behind the scan's arithmetic has nothing to store in the first iteration. It stores the row that was
+        An update after the scan's arithmetic has nothing to store in the first iteration. It stores the row that was
         loaded for it in the same place, or else zeros, which the second iteration overwrites.
         """
         plan = self.plan
@@ -297,7 +297,7 @@ def _buffers(plan: InScan, names: Names) -> Buffers:
 
 
 def _on(platforms: Sequence[str], run: Callable[..., Any], x: Any, *others: Any) -> Any:
-    """``run(x, *others)`` on these platforms, elsewhere ``x``."""
+    """Return ``run(x, *others)`` on these platforms and ``x`` elsewhere."""
     on_these = dict.fromkeys(platforms, run)
     return jax.lax.platform_dependent(x, *others, **on_these, default=lambda x, *_: x)
 

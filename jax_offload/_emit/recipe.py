@@ -1,8 +1,8 @@
 """The usual recipe, which loads everything, updates and stores everything, and how it becomes a streamed update.
 
-The recipes of ``offload`` and ``update_params`` are made of the functions at the end: where values are, how they are
-divided, and what skips. A recipe is traced. The offloads inside it are equations of the trace, which carry their own
-recipes.
+The functions at the end make up the recipes of ``offload`` and ``update_params``: where values are, how they are
+divided, and how a step skips. A recipe is traced. The offloads inside it are equations of the trace, which carry their
+own recipes.
 """
 
 from __future__ import annotations
@@ -155,7 +155,7 @@ def _take_turns(options: Options, updates: Any, constrained: Sequence[bool]) -> 
     """Whether gradients may wait for each other.
 
     They may not if one is divided between devices, by a known or an unknown sharding, or by ZeRO-1: each part of a norm
-    would then be a collective. ``constrained`` says which gradients the trace has put into a sharding.
+    would then be a collective. ``constrained`` says for which gradients the trace constrains the sharding.
     """
     leaves = jax.tree_util.tree_flatten_with_path(updates)[0]
     for (path, x), placed in zip(leaves, constrained, strict=True):

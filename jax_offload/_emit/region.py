@@ -1,8 +1,8 @@
 """An update as one equation of the trace around it, which is not emitted yet.
 
-The equation carries the recipe and everything that decides its plan. It is planned when somebody asks, and emitted
-where it is lowered, at the latest: so whoever sees a traced step (``placement``, the cut of a step) finds its updates
-and can emit them otherwise. Under ``vmap`` and derivatives the emitted equations take its place.
+The equation carries the recipe and everything that decides its plan. It is planned on demand, and emitted when it is
+lowered, at the latest. So code that reads a traced step (``placement``, the cut of a step) finds its updates and can
+emit them differently. Under ``vmap`` and derivatives the emitted equations take its place.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from jax_offload._schedule.schedule import Claim, Planned, Schedule, apart
 
 
 class UpdatedOnCores(ValueError):
-    """A program for the device is made of an update by the host's cores."""
+    """A program for the device would contain an update that the host's cores run."""
 
     def __init__(self) -> None:
         super().__init__(
@@ -236,7 +236,7 @@ set_rules(
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class Moved:
-    """A part of an update that runs elsewhere in a step, for example inside a scan: what its mark says.
+    """A part of an update that runs elsewhere in a step, such as inside a scan, as its mark describes it.
 
     Attributes:
       plan: where it runs, with its slices, to be printed.
@@ -295,7 +295,7 @@ def marked(new: Builder, results: Sequence[Atom], plan: InScan | Planned, mark: 
 
 
 def bound(update: Update, args: Sequence[Any]) -> list[Any]:
-    """``update`` of these arguments, as one equation of the trace; outside of any trace it runs."""
+    """Bind ``update`` to these arguments as one equation of the trace; outside any trace, run it."""
     program = update.program
     # arrays that the recipe closes over become operands: a tracer in an equation's parameters would outlive its trace
     operands = [*program.consts, *args]
@@ -359,7 +359,7 @@ def holds_update(eqn: Equation, which: Callable[[Update], bool] = lambda _: True
 
 
 def holds_driven_update(eqn: Equation) -> bool:
-    """Whether the host's cores have a part in an update in an equation, or its state is on disk."""
+    """Whether an equation holds an update that the host's cores share, or whose state is on disk."""
     return holds_update(eqn, lambda update: update.driven)
 
 

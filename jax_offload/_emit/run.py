@@ -160,7 +160,7 @@ def buffers_of(s: Slice, how: RowWise, names: Names) -> Buffers:
 
 
 def fresh(s: Slice, how: RowWise) -> Values:
-    """Blank arrays for the results of a slice that are new; a sum is none of them."""
+    """Return blank arrays for the new results of a slice, except sums."""
     return {
         v: constrained(jnp.zeros(v.aval.shape, v.aval.dtype), typed_sharding(v.aval) or s.pins.get(v))
         for v, old, dim in zip(s.outputs, how.buffers, how.out_dims, strict=True)
@@ -179,7 +179,7 @@ def read_rows(x: jax.Array, dim: int, start: Any, n: int, shards: int, sharding:
 def write_rows(
     x: jax.Array, rows: jax.Array, dim: int, start: Any, shards: int, sharding: NamedSharding | None
 ) -> jax.Array:
-    """``x`` with ``rows``, as ``read_rows`` gives them, in their places."""
+    """Return ``x`` with ``rows``, as ``read_rows`` returns them, in their places."""
     x = constrained(x, sharding)
     rows = constrained(rows, sharding)
     if shards == 1:
@@ -236,7 +236,7 @@ def _sharding_by_shard(sharding: NamedSharding | None, ndim: int, dim: int) -> N
 
 
 def looped(s: Slice, how: Chunked, names: Names) -> Callable[..., list[Any]]:
-    """``run(*operands)``: the slice's results, chunk by chunk."""
+    """Return ``run(*operands)``, which computes the slice's results chunk by chunk."""
     run = group_looped(s, how, names, how.where.size // how.shards)
     return lambda *operands: run(0, operands, {})
 
@@ -504,7 +504,7 @@ class SliceRunner:
         return self._times[self._kind.get(id(p))] > 1 and not p.slice.jaxpr.effects
 
     def _update_for(self, p: Planned) -> tuple[Callable[..., list[Any]], Sequence[int]]:
-        """What a slice does between its transfers, and the places of the operands that are loaded for it."""
+        """Return what a slice does between its transfers, and the places of the operands that it loads."""
         kind = self._kind[id(p)]
         if kind not in self._updates:
             inner = p.slice.core

@@ -62,7 +62,7 @@ class Row:
       overhead: ``added`` as a share of the step's arithmetic.
       fits: whether it fits; ``None`` if a part of the sum, or the memory, is not known.
       room: bytes left for the unknown parts; negative if it does not fit.
-      why: why it does not fit, or the condition under which it does.
+      why: the reason that it does not fit, or the condition under which it does.
 
     Example:
       >>> import jax, optax, jax_offload as jo
@@ -143,7 +143,7 @@ class Plan:
       device_memory: bytes of one device; ``None`` if not known.
       host_memory: bytes of a host's memory for each of its devices; ``None`` if not known.
       options: the rows, each a ``Row``.
-      said: the assumptions about the model; ``assumptions`` has all.
+      said: the assumptions about the model; ``assumptions`` has the full list.
 
     Example:
       >>> import optax, jax_offload as jo

@@ -37,7 +37,7 @@ REPEATS = 3
 
 @dataclasses.dataclass(frozen=True)
 class Chip:
-    """What one accelerator and its host have and reach, in bytes, bytes per second and operations per second.
+    """The capacities and speeds of one accelerator and its host, in bytes, bytes per second and operations per second.
 
     Attributes:
       name: the name by which ``chip`` knows it.
@@ -47,8 +47,8 @@ class Chip:
       f32: operations per second of large matmuls in other dtypes.
       hbm_bandwidth: bytes per second that fusions read and write in device memory.
       host_link: bytes per second between pinned host memory and the device, in one direction alone.
-      host_link_both: bytes per second of both directions at once, in sum.
-      interconnect: bytes per second that a ring sends to other accelerators, and as many that it receives.
+      host_link_both: bytes per second of both directions at once, added together.
+      interconnect: bytes per second that the accelerator sends in a ring, while it receives as many.
       dram_bytes: bytes of the host's memory for each of its accelerators.
       dram_bandwidth: bytes per second of the host's memory for each of its accelerators.
       sources: for each figure, where it is published, how it was measured, or why it is assumed.
@@ -92,7 +92,7 @@ class Chips:
     Args:
       name: a name that the library knows (``a100``, ``h100``, ``h200``, ``b200``, ``gh200``, ``gb200``, ``v5e``,
         ``v5p``, ``v6e``); jax's name for a device, ``jax.devices()[0].device_kind``; or a ``Chip``, which is returned.
-        For another card change a known one: ``dataclasses.replace(jax_offload.chip("h100"), host_link=25e9)``.
+        For another card, change a known one: ``dataclasses.replace(jax_offload.chip("h100"), host_link=25e9)``.
 
     Returns:
       A ``Chip``. ``jax_offload.chip.measured()`` returns this machine's accelerator, with its link measured.

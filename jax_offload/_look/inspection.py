@@ -228,7 +228,7 @@ class Inspection:
       transfers: one for each leaf and direction between host and device.
       problems: the faults found; empty if all is well.
       timeline: the simulated run; ``None`` if the chip's figures are unknown.
-      compiled_for: whether the step was compiled for a chip that is not there.
+      compiled_for: whether the step was compiled for an absent chip.
       program: ``"before"``, the first program, if the step runs as several programs.
 
     Example:
@@ -318,9 +318,9 @@ def inspect(
 ) -> Inspection:
     """Compile a step and say what it does with device memory, host memory and the link between them.
 
-    It compiles for the devices of the arguments, or for a chip that is not there, and reads the scheduled program.
-    Nothing runs, and nothing is allocated on a device. On a CPU jax leaves out the copies between memories, so there
-    are no transfers to see and the peak says little; pass ``target``. ``unseen`` lists what stays unknown.
+    It compiles for the devices of the arguments, or for an absent chip, and reads the scheduled program. Nothing runs,
+    and nothing is allocated on a device. On a CPU jax leaves out the copies between memories, so there are no transfers
+    to see and the peak says little; pass ``target``. ``unseen`` lists what stays unknown.
 
     Args:
       step: a training step, jitted with its donation, or by ``jax_offload.jit``; or the result of
@@ -392,8 +392,8 @@ def verify(step: Any, *args: Any, target: str | None = None, **kwargs: Any) -> I
       The ``Inspection``, which may contain warnings.
 
     Raises:
-      ValueError: the step does not offload or does not fit, with the reason and the fix; or as
-        ``jax_offload.inspect``.
+      ValueError: the step does not offload or does not fit, with the reason and the fix; or what
+        ``jax_offload.inspect`` raises.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax, jax_offload as jo
@@ -415,13 +415,13 @@ def verify(step: Any, *args: Any, target: str | None = None, **kwargs: Any) -> I
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Profile(Timeline):
-    """Where the time of a step went, measured: a ``Timeline`` per step, to ``print`` or ``save``.
+    """The measured breakdown of a step's time: a ``Timeline`` per step, to ``print`` or ``save``.
 
     ``jax_offload.profile`` returns it. ``step`` is from the beginning of the first operation to the end of the last,
     divided by the number of steps. A picture or a trace shows all measured steps.
 
     Attributes:
-      segments: all that ran, each with ``lane``, ``begin``, ``end``, ``name`` and ``nbytes``.
+      segments: everything that ran, each with ``lane``, ``begin``, ``end``, ``name`` and ``nbytes``.
       chip: empty, as nothing is simulated.
       link: seconds in which the busier direction of the link is in use.
       window: 0, as a profile does not show it.
@@ -476,8 +476,8 @@ def profile(step: Any, *args: Any, steps: int = 3, chip: str | Chip | None = Non
       step: a training step, jitted.
       *args: its arguments, on the devices.
       steps: how many runs to measure.
-      chip: the chip whose speeds to simulate with, as ``jax_offload.chip`` takes it; found by the device's name if left
-        out.
+      chip: the chip whose speeds the simulation uses, as ``jax_offload.chip`` takes it; found by the device's name if
+        left out.
 
     Returns:
       A ``Profile``.

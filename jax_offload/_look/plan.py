@@ -91,7 +91,7 @@ def plan(
     Args:
       tx: the optimizer, offloaded already or not; or ``make``, the function that makes a step.
       params: the parameters, concrete or abstract, with their shardings; or their count, ``13e9`` or ``"13B"``, for a
-        transformer of equal layers. For ``make``: the optimizer.
+        transformer of equal layers. With ``make``, the optimizer.
       *args: further arguments of ``make``.
       chip: the accelerator, a ``Chip`` or a name that ``jax_offload.chip`` takes; the target's if left out.
       tokens_per_step: the tokens in a step, over all devices. Times need them.
@@ -114,7 +114,7 @@ def plan(
     Raises:
       TypeError: ``tx`` is neither an optimizer nor a function.
       ValueError: the chip or the target is not known, a number is out of range, the step cannot be made, or an option
-        for a count stands beside parameters.
+        for a count is given together with parameters.
 
     Example:
       >>> import jax, optax, jax_offload as jo

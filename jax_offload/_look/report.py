@@ -239,8 +239,9 @@ def placement(tx: optax.GradientTransformation | Callable[..., Any], *args: Any,
 
     Args:
       tx: the transformation, or the step.
-      *args: the parameters, or the step's arguments, static ones too. Concrete or abstract; nothing is allocated.
-      **extra_args: what ``tx.update`` needs besides gradients, state and parameters, or the step's keyword arguments.
+      *args: the parameters, or the step's arguments, including static ones, concrete or abstract; nothing is allocated.
+      **extra_args: the arguments that ``tx.update`` needs besides gradients, state and parameters, or the step's
+        keyword arguments.
 
     Returns:
       A ``Placement``, to print or read. If the function to trace raises, ``unknown`` says so.

@@ -263,14 +263,14 @@ def leaf_of(buffers: Buffers, op: Op, loads: bool) -> str:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Timeline:
-    """The timeline of a step, in seconds and bytes; of several measured steps, per step.
+    """The timeline of a step, in seconds and bytes; for several measured steps, the figures are per step.
 
     ``jax_offload.inspect`` and ``jax_offload.profile`` return one. A simulated timeline is a model, not a measurement:
     it ignores latency, kernel launches and contention. Everything is read off the segments, and ``step`` is
     ``compute + exposed + exposed_collectives + idle``.
 
     Attributes:
-      segments: all that ran, each with ``lane``, ``begin``, ``end``, ``name`` and ``nbytes``.
+      segments: everything that ran, each with ``lane``, ``begin``, ``end``, ``name`` and ``nbytes``.
       chip: the chip whose speeds the simulation uses; empty if measured.
       link: seconds that the copies between host and device would take alone, in both directions at once.
       window: the most bytes from the host that are in device memory at a time, before their last use; 0 if measured.

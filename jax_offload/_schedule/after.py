@@ -33,12 +33,13 @@ LARGE = 1 << 16  # elements; the activations of smaller gradients do not matter
 
 @dataclasses.dataclass(frozen=True)
 class Backward:
-    """The passes through the network that made gradients, forward and backward, so far as a trace shows them.
+    """The forward and backward passes that made the gradients, as far as the trace shows them.
 
     Attributes:
-      held: bytes that the last operations before the gradients read; they stay alive if all of these are put off.
+      held: bytes that the last operations before the gradients read; they stay alive if all these operations are put
+        off.
       flops: floating point operations of matmuls and convolutions.
-      scaled: whether a gradient is scaled by a number that needs others, as clipping by their norm outside does.
+      scaled: whether a gradient is scaled by a number made of other gradients, as clipping by their norm outside does.
     """
 
     held: int
@@ -55,8 +56,8 @@ class Produced:
         come later, in the order of the tree, and do not count. ``None`` if a gradient is an argument or belongs to
         another trace, so that the caller has to guess.
       constrained: for each gradient, whether that operation was a sharding constraint.
-      backward: the passes that made the large ones. ``None`` if the trace makes none, because they are arguments, or
-        because ``vmap`` or a derivative around the update traces them.
+      backward: the passes that made the large gradients. ``None`` if the trace makes none, because they are arguments,
+        or because ``vmap`` or a derivative around the update traces them.
     """
 
     order: list[int] | None
@@ -188,9 +189,9 @@ def schedules_of(
       claims: the offloads; every host leaf belongs to one of them.
       rank: a host leaf's place in the order of the backward pass.
       manual: whether the update is traced inside ``shard_map``.
-      backward: the passes through the network, where gates in the update are all that holds these back.
+      backward: the passes through the network, if only gates in the update hold them back.
       gradients: operands of the program, in the order of the backward pass.
-      take_turns: whether they may wait for each other.
+      take_turns: whether gradients may wait for each other.
       gated: whether each slice runs by itself, between gates of the passes.
     """
     best: tuple[int, list[tuple[Pass, list[Planned], Mapping[Var, Var] | None]]] | None = None
@@ -259,8 +260,8 @@ def _own_loop(
     takes about as long as the layer's arithmetic. No load waits for the ``ungated`` gradients: their leaves stay on the
     device, or only a norm needs them.
 
-    Where something is divided, collectives are in the scheduler's sight anyway, and small pieces may be. What gathers
-    (ZeRO-1) is a collective itself, beside which nothing would run.
+    Where arrays are sharded, XLA's scheduler sees collectives anyway, and may also see small pieces. A gather (ZeRO-1)
+    is a collective itself, beside which nothing would run.
     """
     is_divided = any(math.prod(shards) > 1 for shards in program.shards.values())
     if is_divided and any(eqn.primitive.name in PLACED - {"device_put"} for eqn in program.eqns):
@@ -311,8 +312,8 @@ def _gated(slices: Sequence[Planned], gradients: Set[Var], before: tuple[Var, ..
     """Order the loads and updates of slices, which are sorted by the backward pass, and say what each load waits for.
 
     A slice loads once there is room, and once a gradient exists. The larger the window, the earlier the gradient: that
-    of the first slice in flight, so that no gradient waits for its state. The first chunk of a loop, which would lie
-    there through all of the backward pass, waits for its own.
+    of the first slice in flight, so that no gradient waits for its state. The first chunk of a loop would stay loaded
+    through all of the backward pass, so it waits for its own gradient.
 
     Args:
       slices: the slices of a pass.
@@ -372,9 +373,9 @@ def _carried(slices: Sequence[Slice], next_of: Mapping[Var, Var]) -> Mapping[Var
 def in_turn(prelude: Slice, gradients: Sequence[Var]) -> tuple[Slice | Gate, ...]:
     """Divide a prelude into parts, to be run one after the other: each uses a gradient once the one before has been.
 
-    Numbers that need all gradients, such as a norm, take them as the backward pass makes them. Otherwise nothing asks
-    for a gradient before the last one exists, and XLA's latency-hiding scheduler puts the weights' matmuls off to the
-    end of the backward pass: the activations and cotangents that they need are alive for all layers at once.
+    Numbers that need all gradients, such as a norm, take them as the backward pass makes them. Otherwise nothing needs
+    a gradient before the last one exists, and XLA's latency-hiding scheduler puts the weights' matmuls off to the end
+    of the backward pass: the activations and cotangents that they need are alive for all layers at once.
 
     Args:
       prelude: the slice that a pass runs first.

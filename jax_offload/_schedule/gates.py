@@ -1,4 +1,4 @@
-"""The pieces of an update between the parts of an unrolled step: each where its gradient is made, or its result read.
+"""The pieces of an update between the parts of an unrolled step: each where its gradient is made or its result is read.
 
 Left to itself, XLA's scheduler puts updates off, and with them the matmuls that make their gradients; the activations
 that these need then live for all layers at once. Nothing in an update can hold back the backward pass, but in a whole
@@ -90,9 +90,10 @@ def interleaved(nodes: Sequence[Node], outputs: Sequence[Var]) -> list[Node]:
 
 
 def in_turn(order: Sequence[Node]) -> list[Node]:
-    """``order`` with a gate before every loop that would not need the loop before it.
+    """Return ``order`` with a gate before every loop that does not need the loop before it.
 
-    XLA's scheduler is free to run first the loop that was traced last, and then what both need is alive at once.
+    XLA's scheduler is free to run first the loop that was traced last, and the operands of both loops are then alive at
+    once.
     """
     found, before = list[Node](), None
     read = {v for node in order for v in node.reads}
@@ -173,8 +174,8 @@ class _Spots:
         ]
 
     def gates(self, passes: Network, ahead: bool) -> dict[int, Gate]:
-        """The gate at every spot: the next spot's leaves wait for the value with which the pass continues, and both for
-        the spot before.
+        """The gate at every spot: the next spot's leaves wait for the value with which the pass continues, and both
+        wait for the previous spot.
 
         Only spots that move something count, in groups: biases that stay are updated between the matrices of
         their layers, and would leave a store only the time before its next load.
@@ -278,12 +279,12 @@ class Network:
         ]
 
     def _fronts(self, end: int | None) -> Iterator[tuple[int, Var]]:
-        """What nodes before ``end`` make that a pass could go on with, the last first."""
+        """The values made before ``end`` with which a pass could continue, the last first."""
         n = len(self.fronts) if end is None else bisect.bisect_left(self.fronts, end, key=lambda it: it[0])
         return (self.fronts[i] for i in reversed(range(n)))
 
     def produced_after(self, node: Node) -> int:
-        """The last heavy node before which a piece cannot run; -1 where it can run first."""
+        """The last heavy node that must run before a piece; -1 if the piece can run first."""
         return max((self.after.get(v, -1) for v in node.reads), default=-1)
 
     def next_reader(self, node: Node) -> int | None:
@@ -318,7 +319,7 @@ class Network:
     def front(self, k: int) -> Var | None:
         """The value with which a pass continues after node ``k``: its last large value that a later node needs.
 
-        Of several values of the same heavy node it is the smallest: a gate keeps XLA from fusing what makes a value
+        Of several values of the same heavy node, it is the smallest: a gate keeps XLA from fusing what makes a value
         with what reads it.
         """
         end = next((m for m in range(k + 1, len(self.order)) if is_heavy(self.order[m])), None)

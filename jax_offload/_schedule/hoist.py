@@ -61,7 +61,7 @@ class Hoist:
       waiting: gradient that goes to the host for the next step -> an array there that nothing reads any longer.
       claimed: the equations that move elsewhere, by identity.
       own: the equations of the updates, by identity.
-      updates: the same, each with the number of its update.
+      updates: the same equations, each with the number of its update.
       read: the variables that scans with other moves read, beyond those in the program's equations.
       reread: place of another scan -> the operands whose rows that scan loads again from host memory.
     """
@@ -119,7 +119,7 @@ class Hoist:
         return None
 
     def into_backward(self) -> tuple[InScan | None, list[str]]:
-        """Plan the moves into the scan, which makes the gradients; return also why other updates do not move."""
+        """Plan the moves into the scan that makes the gradients; also return why other updates do not move."""
         eqns, scan, ys = self.program.eqns, self.scan, {*self.scan.ys}
         flow = _flow(eqns, scan, self.at, self.claimed)
         stay = [eqn for eqn in eqns if id(eqn) not in self.claimed]
@@ -184,7 +184,7 @@ class Hoist:
         return dataclasses.replace(plan, reread=again), why
 
     def into_forward(self) -> tuple[InScan | None, list[str]]:
-        """Plan the moves into the scan, which reads the new parameters; return also why other updates do not move."""
+        """Plan the moves into the scan that reads the new parameters; also return why other updates do not move."""
         scan, eqns = self.scan, [eqn for eqn in self.program.eqns[: self.at] if id(eqn) not in self.claimed]
 
         def dims_of(eqn: Equation, needed: Mapping[Var, Rows | None]) -> Dims | None:
@@ -233,7 +233,7 @@ class Hoist:
         return InScan(scan, tuple(moves), kept, True, frozenset(moved), frozenset(feeds), fed, nest=self.nest), why
 
     def streaming(self) -> InScan | None:
-        """Plan to load the leaves on the host that the scan reads by rows, where no update moves into it."""
+        """Plan to load by rows the host leaves that the scan reads, if no update moves into it."""
         again = self._reread(set())
         kept = tuple(y for y in self.scan.ys if not isinstance(y, DropVar))
         gone = frozenset(map(id, self.nest.merging)) if self.nest else frozenset[int]()
@@ -269,7 +269,7 @@ class Hoist:
         return found
 
     def _remade(self, eqn: Equation, needed: Mapping[Var, Rows | None], moving: Set[Var]) -> Dims | None:
-        """Where an equation's operands have their rows, if the rows of its results are to be made again."""
+        """Return where an equation's operands have their rows, if the rows of its results can be made again."""
         dims = pulled(eqn, needed, self.scan.length)
         if dims is None or any(v in moving or is_host_aval(v.aval) or v in self._results for v in eqn.outvars):
             return None
@@ -445,7 +445,7 @@ class _Flow:
     """Where the rows of a scan's stacked results go.
 
     Attributes:
-      dims: the values made of them that still have rows, and arrays made elsewhere that they meet on the way.
+      dims: the values made of them that still have rows, and the arrays made elsewhere that enter the same equations.
       partial: reductions over all rows.
       known: the arrays made elsewhere: known before the scan, or at least without it.
       eqns: by identity, the equations that keep the rows apart, with the bits of the stacked results they come from.

@@ -51,7 +51,7 @@ class Nest:
 
     @property
     def handed_on(self) -> dict[int, int]:
-        """Number of one of the inner ``xs`` -> number of the outer ``xs`` that holds its groups."""
+        """Map the numbers of the inner ``xs`` to the outer ``xs`` that hold their groups."""
         inputs = self.body.inputs[len(self.body.inputs) - len(self.outer.xs) :]
         number = {v: k for k, v in enumerate(inputs)}
         return {j: number[x] for j, x in enumerate(self.inner.xs) if not isinstance(x, Literal) and x in number}
@@ -77,16 +77,16 @@ class InScan:
 
     Attributes:
       scan: the scan.
-      moves: the updates inside, apart where they share nothing. Their operands are stacked results of the scan, leaves
+      moves: the updates inside, separate if they share nothing. Their operands are stacked results of the scan, leaves
         of the state, the parameters, and values known before the scan; their results are read by the rest of the step.
-      kept: results that stay stacked.
+      kept: the scan's results that stay stacked.
       ahead: whether the updates come before the iteration's own arithmetic, which reads their results, or after it.
       eqns: the equations that are gone from where they were, by identity.
       feeds: results of the updates that are read, by rows, by the scan alone.
       fed: number of one of the scan's ``xs`` -> the result of an update whose rows it has.
       reread: number of one of the scan's ``xs`` -> how its rows are made of rows of parameters, where these are on the
         host, or where the scan overwrites them.
-      nest: where the updates are in a scan inside the scan, both; ``scan`` is the outer one, flattened.
+      nest: both scans, if the updates are in a scan inside the scan; ``scan`` is then the outer one, flattened.
     """
 
     scan: Scan
@@ -111,7 +111,7 @@ class InScan:
 
     @property
     def as_written(self) -> Slice:
-        """The scan, and the updates of whole leaves before or after it: what the rewritten scan stands for."""
+        """The original scan, with the updates of whole leaves before or after it."""
         again = [eqn for each in self.reread.values() for eqn in each.slice.jaxpr.eqns]
         moved = [*{tuple(eqn.outvars): eqn for move in self.moves for eqn in move.slice.jaxpr.eqns}.values()]
         scan = [*self.nest.grouping, self.scan.eqn, *self.nest.merging] if self.nest else [self.scan.eqn]

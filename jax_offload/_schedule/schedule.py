@@ -27,7 +27,7 @@ Order = Sequence[str] | None  # the rules of ``offload``
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """The options of an ``offload``, and the facts that it has seen, about streaming.
+    """The options of an ``offload`` about streaming, and the facts that it has seen.
 
     Attributes:
       window, order: its arguments.
@@ -70,7 +70,7 @@ class Claim:
 
 
 def merged(options: Sequence[Options]) -> Options:
-    """All that any of several offloads knows about the parameters."""
+    """Merge the facts that several offloads know about the parameters."""
     return Options(
         shardings={path: s for each in options for path, s in each.shardings.items()},
         partitions={path: s for each in options for path, s in each.partitions.items()},
@@ -85,7 +85,7 @@ def claimed(claims: Sequence[Claim]) -> Mapping[Var, Claim]:
 
 
 def apart(claims: Sequence[Claim], inputs: Sequence[Var]) -> list[Claim]:
-    """The same with each host leaf claimed once; last, leaves that a wrapper has changed and that nobody claims."""
+    """Return claims with each host leaf in one; the last has leaves that a wrapper changed and nobody claims."""
     of, hosts = claimed(claims), frozenset(v for v in inputs if is_host_aval(v.aval))
     found = [
         Claim(each.options, frozenset(v for v in hosts if of.get(v) is each), each.on_cores & hosts, each.on_disk)
@@ -247,7 +247,7 @@ class Planned:
 
     @property
     def how(self) -> RowWise:
-        """How it runs on rows, where it does."""
+        """How it runs on rows, if it does."""
         assert isinstance(self.transfer, RowWise), self.transfer
         return self.transfer
 
@@ -293,7 +293,7 @@ class Schedule:
 
     @property
     def in_turn(self) -> str:
-        """How the gradients that the prelude uses take turns, in words; empty where they do not."""
+        """How the gradients that the prelude uses take turns, in words; empty if they do not."""
         waiting = sum(isinstance(part, Gate) for part in self.first)
         return f"uses gradients in turn, {waiting} of them once the one before has been" if waiting else ""
 

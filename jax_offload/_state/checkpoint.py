@@ -44,10 +44,10 @@ def save_args(tree: Any, *, copy: bool = True) -> Any:
     being written out ("Donation requested for buffer with external reference"), and a CPU copies it in every such
     step. The copies made here, from host to host, leave the originals free.
 
-    Leaves on disk are read one after the other while orbax writes them, and once before for their checksums. Commit
+    Leaves on disk are read one after the other while orbax writes them, and once beforehand for their checksums. Commit
     first and training may go on until the next commit; otherwise call ``manager.wait_until_finished()`` before the next
-    step, or the save fails. Leaves that are divided between processes are read at once into host memory, until the save
-    has finished.
+    step, or the save fails. Leaves that are divided between processes are read into host memory at once and stay there
+    until the save has finished.
 
     Args:
       tree: arrays and numbers, such as ``{"params": params, "opt_state": state}``.

@@ -50,8 +50,8 @@ def with_master_params(
 
     If you change a parameter from outside, by loading weights or swapping in an average, its master follows: the next
     update starts from the new value. The comparison is element by element and bit by bit, so that rounding within the
-    bounds above cannot cause it. Beyond them the master drops what the parameter missed, at most 2^-24 of the
-    parameter's old magnitude.
+    bounds above cannot cause it. Beyond them, the master drops the amount that the parameter missed, at most 2^-24 of
+    the parameter's old magnitude.
 
     Args:
       inner: any optax transformation that is not offloaded itself.

@@ -72,7 +72,7 @@ class Storage:
       block: the number of elements along the last axis that share a float32 scale. ``"float32"`` and ``"bfloat16"``
         have no scale.
 
-    Leaves that would not become smaller, such as those with a last axis of 1, keep their dtype.
+    Leaves that would not shrink, such as those with a last axis of 1, keep their dtype.
 
     Raises:
       ValueError: the dtype is not one of these, or the block is not positive.

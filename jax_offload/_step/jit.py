@@ -34,22 +34,22 @@ def jit(fun: Callable[..., Any] | None = None, **options: Any) -> Any:
 
     Where a ``lax.scan`` makes the gradients of stacked layers, each layer is updated inside that scan as soon as its
     gradient exists, while the state of its neighbors moves; the stacked gradients then never exist. Between unrolled
-    layers, each update runs where its gradient appears. Loops that take layers by number, layers that the step stacks,
-    gradients summed in a ``jax.new_ref`` and a whole step inside a ``shard_map`` count as well (docs/what_hides.md).
-    Parameters of stacked layers may live in host memory too, ``jax_offload.to_host(params)``: the scans load each row
-    while its neighbor computes, and store the new rows.
+    layers, each update runs where its gradient appears. Loops that index layers, layers that the step stacks, gradients
+    summed in a ``jax.new_ref`` and a whole step inside a ``shard_map`` count as well (docs/what_hides.md). Parameters
+    of stacked layers may live in host memory too, ``jax_offload.to_host(params)``: the scans load each row while its
+    neighbor computes, and store the new rows.
 
-    The numbers equal the plain step's. An update that needs all gradients first, such as clipping by their norm,
-    runs after the backward pass; ``jax_offload.pipelined`` hides that one. ``jax_offload.placement(step, *args)`` says
+    The numbers equal the plain step's. An update that needs all gradients first, such as clipping by their norm, runs
+    after the backward pass; ``jax_offload.pipelined`` hides such an update. ``jax_offload.placement(step, *args)`` says
     where each leaf is updated, and why.
 
     It sets ``jax_offload.compiler_options``, unless ``compiler_options`` are given. No donated buffer crosses memory
     kinds: ``jax.jit`` of a step that calls ``update``, ``update_params`` or ``init`` is as safe, but this function also
     covers programs that only pass a state on, such as the ``call`` of an exported step.
 
-    Everything else is ``jax.jit``'s own work: caches, static arguments, contexts such as ``jax.enable_x64``,
-    ``jax.disable_jit``, ``jax.export``. If the host's cores update (``update_on=``) or the state is on disk, the step
-    runs as several programs from Python, with the same arguments and results.
+    Everything else works as in ``jax.jit``: caches, static arguments, contexts such as ``jax.enable_x64``,
+    ``jax.disable_jit``, and ``jax.export``. If the host's cores update (``update_on=``) or the state is on disk, Python
+    runs the step as several programs, with the same arguments and results.
 
     Args:
       fun: the function. Without it a decorator is returned.
@@ -472,7 +472,7 @@ def compiler_options(platform: str, *, in_scan: bool = False) -> dict[str, Any]:
       A dict, without options that the running jaxlib does not know.
 
     Raises:
-      ValueError: ``platform`` is none of these.
+      ValueError: ``platform`` is not one of these.
 
     Example:
       >>> import jax, jax_offload as jo

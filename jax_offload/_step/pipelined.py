@@ -69,9 +69,9 @@ def pipelined(
       A ``types.Pipelined``: the call itself, ``finish``, and ``params``, the current parameters.
 
     Raises:
-      ValueError: a name or position is no parameter of the step, or nothing is carried. At the first call: the step has
-        no visible update, does not return what it carries, leaves in doubt which result is which, or calls the loss in
-        its update.
+      ValueError: a name or position is not a parameter of the step, or nothing is carried. At the first call: the step
+        has no visible update, does not return what it carries, leaves in doubt which result is which, or calls the loss
+        in its update.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax, jax_offload as jo
@@ -155,8 +155,8 @@ class Pipelined:
 
         Args:
           carry: what the last call returned; for the first call, a tuple of the carried arguments in the order of the
-            step's parameters, as ``finish`` returns them, or the only one. It is donated, the arguments of the first
-            call by the second one or by ``finish``; use it once.
+            step's parameters, as ``finish`` returns them, or the only one. It is donated (the first call's arguments by
+            the second call or by ``finish``), so use it once.
           *args: the step's arguments without the carried ones.
           **kwargs: the same by name.
 
@@ -164,7 +164,7 @@ class Pipelined:
           The next carry, and an ``Aux``: ``now`` belongs to this batch, ``late`` to the batch before.
 
         Raises:
-          TypeError: ``carry`` is neither, or another argument is neither an array nor static.
+          TypeError: ``carry`` is neither of these, or another argument is neither an array nor static.
           ValueError: ``carry`` was used already, or belongs to another step; or the step cannot be pipelined, as
             ``pipelined`` says.
         """
