@@ -160,7 +160,7 @@ class Emitter:
         return x
 
     def phases(self, hand: Hand, inner: Values, stored: Any, then: Any) -> Values:
-        """Runs the iteration's own arithmetic while it stores the rows ``stored`` and loads the rows ``then``."""
+        """Run the iteration's own arithmetic while it stores the rows ``stored`` and loads the rows ``then``."""
         plan, last, reads = self.plan, len(self.plan.groups) - 1, {*self.plan.loaded}
         found = Values()
         for phase, (s, group) in enumerate(zip(plan.body.slices, plan.groups, strict=True)):

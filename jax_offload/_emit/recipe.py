@@ -79,7 +79,7 @@ def streamed(
 
 
 def _update(traced: Traced, given: Options, updates: Any, state: Any, params: Any, next_of: tuple[int, ...]) -> Update:
-    """Make an update, which is not emitted yet, of the recipe's trace. ``updates`` are not divided yet."""
+    """Make an update, not emitted yet, from the recipe's trace. ``updates`` are not divided yet."""
     program = dataclasses.replace(traced.program, shards=traced.of_inputs(_shards(given, updates, state, params)))
     next_values = _next_values(traced, program.outputs, next_of, updates, given.partitions)
     produced = production_of(jax.tree.leaves(updates))

@@ -95,7 +95,7 @@ class Buffers:
         wholes[v] = write_rows(wholes[v], rows, self._dim(v), start, self.shards, self.pins.get(v))
 
     def exchange(self, wholes: Arrays, stored: Values, at: Any, loaded: Sequence[Var], then: Any, n: int = 1) -> Values:
-        """Stores rows of some leaves, from row ``at`` on, while it loads ``n`` rows of others, from ``then`` on.
+        """Store rows of some leaves, from row ``at`` on, while loading ``n`` rows of others, from ``then`` on.
 
         A host buffer that is read and written at the same time would be copied, so leaves take turns: a leaf is loaded
         before the exchange that stores it, or after.
@@ -106,7 +106,7 @@ class Buffers:
         return found
 
     def updated(self, s: Slice, how: RowWise, given: Sequence[Any], start: Any, n: int = 1) -> list[Any]:
-        """The results of a slice for some rows, on the device, of its operands' rows there."""
+        """Compute a slice's results for some rows from its operands' rows on the device."""
         jaxpr = s.core.jaxpr
         kind = structure(jaxpr, self.key_of), how.dims, how.where, n
 
@@ -120,13 +120,13 @@ class Buffers:
         self, s: Slice, how: RowWise, new: Sequence[Any], wholes: Arrays, start: Any, *, first: Any = None,
         without: Set[Var] = frozenset(),
     ) -> Values:  # fmt: skip
-        """Writes the results of a slice for some rows, all but ``without``, into their arrays on the device.
+        """Write the results of a slice for some rows, except ``without``, into their arrays on the device.
 
         Args:
           s, how, new: the slice, how it runs on rows, and its results.
-          wholes: the arrays, which change. A sum that is not there begins with these rows.
+          wholes: the arrays, which change. A sum that does not exist yet begins with these rows.
           start: the first row.
-          first: whether these are the first rows of a sum that is there, where only the program knows it.
+          first: whether these are the first rows of an existing sum, if only the program knows it.
 
         Returns:
           The rows of host leaves, which are not stored yet.
@@ -377,7 +377,7 @@ def follow(each: Schedule, names: Names, env: Env, *, lowered: bool, for_cpu: bo
       each: the schedule.
       names: the names of the state's leaves, and of their next values.
       env: the values of its operands; its results are added.
-      lowered: whether this is how the update is lowered: neither ``vmap`` nor a derivative comes to its loops.
+      lowered: whether the update is lowered in this form, so that neither ``vmap`` nor a derivative sees its loops.
       for_cpu: whether it is lowered for a CPU. Its compiler hoists no transfers, so no loop has to hold them, and
         takes five times as long for a loop that runs once.
     """
@@ -437,7 +437,7 @@ class SliceRunner:
     Args:
       planned: the slices.
       names: the names of the state's leaves, and of their next values.
-      lowered: whether neither ``vmap`` nor a derivative comes to the slices.
+      lowered: whether neither ``vmap`` nor a derivative sees the slices.
     """
 
     def __init__(self, planned: Sequence[Planned], names: Names, *, lowered: bool = False) -> None:

@@ -311,9 +311,9 @@ def _usual(sizes: Sequence[int]) -> int:
 def _gated(slices: Sequence[Planned], gradients: Set[Var], before: tuple[Var, ...]) -> Iterator[Planned | Gate]:
     """Order the loads and updates of slices, which are sorted by the backward pass, and say what each load waits for.
 
-    A slice loads once there is room, and once a gradient exists. The larger the window, the earlier the gradient: that
-    of the first slice in flight, so that no gradient waits for its state. The first chunk of a loop would stay loaded
-    through all of the backward pass, so it waits for its own gradient.
+    A slice loads once there is room, and once a gradient exists. The larger the window, the earlier the gradient: it
+    belongs to the first slice in flight, so that no gradient waits for its state. The first chunk of a loop would stay
+    loaded through all of the backward pass, so it waits for its own gradient.
 
     Args:
       slices: the slices of a pass.

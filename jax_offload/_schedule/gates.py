@@ -2,8 +2,8 @@
 
 Left to itself, XLA's scheduler puts updates off, and with them the matmuls that make their gradients; the activations
 that these need then live for all layers at once. Nothing in an update can hold back the backward pass, but in a whole
-step a gate can: the value that the pass goes on with waits for the updates of two layers before, and the state of the
-next layer is loaded once that value exists.
+step a gate can: the value with which the pass continues waits for the updates of two layers earlier, and the state of
+the next layer is loaded once that value exists.
 """
 
 from __future__ import annotations
@@ -131,7 +131,7 @@ class _Spot:
       stored: whether it is only stored, for the next step.
       held: its operands on the device: ahead of a pass XLA would update as soon as it can, and the loads of the piece
         would hide behind nothing.
-      gradients: its operands that the node makes after which it runs.
+      gradients: its operands from the node after which it runs.
     """
 
     piece: int | None
@@ -248,7 +248,7 @@ def is_large(v: Var) -> bool:
 
 
 class Network:
-    """The passes through the network: which parts need a value, and which value a pass goes on with."""
+    """The passes through the network: which parts need a value, and with which value a pass continues."""
 
     def __init__(self, order: Sequence[Node], outputs: Sequence[Var]) -> None:
         self.order, self.outputs = order, outputs
