@@ -142,7 +142,7 @@ _mark = identity_primitive(MARK, lambda context, *xs, says: list(xs))
 ELEMENTWISE = frozenset(
     """abs acos acosh add add_any and asin asinh atan atan2 atanh bessel_i0e bessel_i1e bitcast_convert_type cbrt
     ceil clamp clz complex conj convert_element_type copy cos cosh device_put digamma div eq erf erf_inv erfc exp
-    exp2 expm1 floor ge gt imag integer_pow is_finite le lgamma log log1p logistic lt max min mul ne neg
+    exp2 expm1 floor ge gt imag integer_pow is_finite le lgamma log log1p log2 logistic lt max min mul ne neg
     nextafter not optimization_barrier or population_count pow real reduce_precision rem reshard
     round rsqrt select_n sharding_constraint shift_left shift_right_arithmetic shift_right_logical sign sin sinh
     sqrt square stop_gradient sub tan tanh xor""".split()
@@ -151,8 +151,8 @@ PLACED = frozenset("device_put sharding_constraint reshard".split())  # the prim
 REDUCE = frozenset("reduce_sum reduce_max reduce_min reduce_and reduce_or reduce_xor reduce_prod argmax argmin".split())
 CHECKPOINT = frozenset(("checkpoint", "remat2"))
 SHAPES = frozenset("broadcast_in_dim iota pad reshape slice squeeze transpose".split())  # they compute nothing
-_OTHERS = frozenset(  # they rearrange elements or make random ones, or only the newest jax has them
-    """concatenate dynamic_slice dynamic_update_slice log2 mulhi name one_minus_square random_bits random_clone
+_OTHERS = frozenset(  # they rearrange elements or make random ones, or belong to derivatives; none has a rule for rows
+    """concatenate dynamic_slice dynamic_update_slice mulhi name one_minus_square random_bits random_clone
     random_fold_in random_seed random_split random_unwrap random_wrap rev rng_bit_generator split stack threefry2x32
     tile unstack""".split()
 )

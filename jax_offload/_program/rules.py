@@ -251,6 +251,18 @@ def multiplied(eqn: Equation, dims: Sequence[Rows | None], where: Where) -> Answ
     return [Rows(before + free.index(rows.dim), rows.per_row)], unchanged(eqn)
 
 
+@rule("cholesky", "eigh", "qr", "svd", "triangular_solve")
+def factorized(eqn: Equation, dims: Sequence[Rows | None], where: Where) -> Answer | None:
+    """The last two dimensions of every operand hold a matrix, and each matrix is factorized by itself.
+
+    SOAP, Shampoo and PSGD keep such matrices for stacked layers.
+    """
+    rows = dims[0]
+    if rows is None or rows.dim >= eqn.invars[0].aval.ndim - 2 or any(d != rows for d in dims):
+        return None
+    return [rows] * len(eqn.outvars), unchanged(eqn)
+
+
 # ---- rules of equations that only change shapes
 
 

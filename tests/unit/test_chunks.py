@@ -60,6 +60,17 @@ def column(x):
     return x.reshape(-1, 1).astype(F32)
 
 
+def each_row(x):
+    """A number for each row of any array."""
+    return column(x.reshape(ROWS, -1).sum(1))
+
+
+def gram(x):
+    """A positive definite matrix for each row."""
+    x = x.reshape(ROWS, 2, 4)
+    return dot(x, x, ((2,), (2,)), ((0,), (0,))) + jnp.eye(2)
+
+
 REDUCE = {
     "sum": (lax.reduce_sum, F32), "max": (lax.reduce_max, F32), "min": (lax.reduce_min, F32),
     "prod": (lax.reduce_prod, F32), "and": (lax.reduce_and, I32), "or": (lax.reduce_or, I32),
@@ -98,6 +109,13 @@ ONCE = {
     "merged rows as the batch": lambda x, y, n: x + dot(
         x.reshape(-1, 4), y.reshape(-1, 4), ((1,), (1,)), ((0,), (0,))
     ).reshape(ROWS, 2) @ M[:2],
+    "cholesky of each row's matrix": lambda x, y, n: jnp.linalg.cholesky(gram(x)).reshape(ROWS, 4) @ M[:4],
+    "eigh of each row's matrix": lambda x, y, n: x + sum(map(each_row, jnp.linalg.eigh(gram(x)))),
+    "qr of each row's matrix": lambda x, y, n: x + sum(map(each_row, jnp.linalg.qr(x.reshape(ROWS, 2, 4)))),
+    "svd of each row's matrix": lambda x, y, n: x + sum(map(each_row, jnp.linalg.svd(x.reshape(ROWS, 2, 4)))),
+    "triangular_solve of each row's matrix": lambda x, y, n: lax.linalg.triangular_solve(
+        gram(x), y.reshape(ROWS, 2, 4), left_side=True
+    ).reshape(x.shape),
     "pad of another axis": lambda x, y, n: lax.pad(x, 9.0, ((0, 0, 0), (1, 2, 0)))[:, 3:],
     "argmax of each row": lambda x, y, n: x + column(lax.argmax(x, 1, I32)),
     "argmin of each row": lambda x, y, n: x + column(lax.argmin(x, 1, I32)),
@@ -148,6 +166,7 @@ STAYS = {
     "reshape to where no row ends": (lambda x, y, n: x + x.reshape(64, 5).sum(), "reshape"),
     "cumsum along the rows": (lambda x, y, n: lax.cumsum(x, 0), "cumsum"),
     "cumlogsumexp along the rows": (lambda x, y, n: lax.cumlogsumexp(x, 0), "cumlogsumexp"),
+    "qr of the rows as one matrix": (lambda x, y, n: jnp.linalg.qr(x)[0], "qr"),
     "sort along the rows": (lambda x, y, n: lax.sort(x, dimension=0), "sort"),
     "what is not known": (lambda x, y, n: lax.rev(x, (1,)), "rev"),
     "a loop": (lambda x, y, n: lax.fori_loop(0, 3, lambda _, x: x + 1, x), "scan|while"),
@@ -167,6 +186,7 @@ ELEMENTWISE = {
     "copy": lambda x, y: jnp.copy(x),
     "integer_pow": lambda x, y: lax.integer_pow(x, 3),
     "reduce_precision": lambda x, y: lax.reduce_precision(x, 5, 7),
+    **({"log2": lambda x, y: jnp.log2(x)} if hasattr(lax, "log2") else {}),  # a primitive since jax 0.12
     "select_n": lambda x, y: lax.select_n(x > y, x, y),
     "sharding_constraint": lambda x, y: lax.with_sharding_constraint(
         x, NamedSharding(jax.make_mesh((1,), ("d",), axis_types=(AxisType.Auto,)), PartitionSpec())
@@ -230,7 +250,7 @@ def check(name, rtol=0.0):
     streams, got, want = found()
     assert got[name].dtype == want[name].dtype and got[name].sharding.memory_kind == "pinned_host"
     np.testing.assert_allclose(np.asarray(got[name], F32), np.asarray(want[name], F32), rtol=rtol)
-    return streams[f"['{name}']"]
+    return streams[f"[{name!r}]"]
 
 
 @pytest.mark.parametrize("name", ONCE)
@@ -248,7 +268,7 @@ def test_parts_of_a_result_are_put_together(name):
 @pytest.mark.parametrize("name", STAYS)
 def test_rows_that_meet_or_may(name):
     assert check(name, 1e-6).startswith("whole")
-    reason = found()[0][f"['{name}']"]
+    reason = found()[0][f"[{name!r}]"]
     assert any(word in reason for word in STAYS[name][1].split("|")), reason
 
 
