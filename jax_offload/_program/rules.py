@@ -251,11 +251,12 @@ def multiplied(eqn: Equation, dims: Sequence[Rows | None], where: Where) -> Answ
     return [Rows(before + free.index(rows.dim), rows.per_row)], unchanged(eqn)
 
 
-@rule("cholesky", "eigh", "qr", "svd", "triangular_solve")
+@rule("cholesky", "qr", "triangular_solve")
 def factorized(eqn: Equation, dims: Sequence[Rows | None], where: Where) -> Answer | None:
     """The last two dimensions of every operand hold a matrix, and each matrix is factorized by itself.
 
-    SOAP, Shampoo and PSGD keep such matrices for stacked layers.
+    SOAP, Shampoo and PSGD keep such matrices for stacked layers. ``eigh`` and ``svd`` have no rule: their vectors have no
+    sign of their own, and a GPU's solver may choose its algorithm, and with it the signs, by how many matrices it gets.
     """
     rows = dims[0]
     if rows is None or rows.dim >= eqn.invars[0].aval.ndim - 2 or any(d != rows for d in dims):
