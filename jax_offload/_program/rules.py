@@ -255,8 +255,8 @@ def multiplied(eqn: Equation, dims: Sequence[Rows | None], where: Where) -> Answ
 def factorized(eqn: Equation, dims: Sequence[Rows | None], where: Where) -> Answer | None:
     """The last two dimensions of every operand hold a matrix, and each matrix is factorized by itself.
 
-    SOAP, Shampoo and PSGD keep such matrices for stacked layers. ``eigh`` and ``svd`` have no rule: their vectors have no
-    sign of their own, and a GPU's solver may choose its algorithm, and with it the signs, by how many matrices it gets.
+    SOAP, Shampoo and PSGD keep such matrices for stacked layers. ``eigh`` and ``svd`` have no rule: the signs of their
+    vectors are free, and a GPU's solver may choose its algorithm, and with it the signs, by the number of matrices.
     """
     rows = dims[0]
     if rows is None or rows.dim >= eqn.invars[0].aval.ndim - 2 or any(d != rows for d in dims):
