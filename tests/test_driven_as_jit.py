@@ -103,6 +103,18 @@ def swaps(tx, p, s, x, a, b):
     return *jax.lax.while_loop(lambda carry: carry[0] < 3 + x[0, 0], body, (0, p, s, a, b))[1:], a + 1
 
 
+def ignores_a_state_in_a_branch(tx, p, s, x):
+    """Functions inside of a branch are given the whole state, and do not read it."""
+    total = jax.jit(lambda s, x: x.sum())
+
+    def update():
+        new, after = plain(tx, p, s, x)
+        logged = jax.lax.cond(x[0, 0] > 0, lambda s, x: x.sum(), lambda s, x: x.max(), after, x)
+        return new, after, total(after, x) + logged
+
+    return jax.lax.cond(jnp.isfinite(x).all(), update, lambda: (p, s, total(s, x)))
+
+
 def same_twice(tx, p, s, x, a, b):
     return *plain(tx, p, s, x), a + b
 
@@ -146,6 +158,7 @@ FEATURES = {
     ),
     "a jitted loss with a constant": Feature(jitted_loss_with_constant),
     "a constant from another device": Feature(lambda tx, p, s, x: (*plain(tx, p, s, x), FAR * x[0, 0])),
+    "a state that a branch ignores": Feature(ignores_a_state_in_a_branch, ((x_of(0),), (x_of(1) * np.nan,), (x_of(1),))),
     "one array twice": Feature(same_twice, ((x_of(0), *(jnp.ones(4),) * 2),) * 2),
     "shardings of the results": Feature(
         plain, options={"out_shardings": (jax.sharding.SingleDeviceSharding(jax.devices()[0]), None)}

@@ -220,9 +220,24 @@ def _computes(eqns: Sequence[Equation]) -> bool:
     return any(
         any(_computes(each.jaxpr.eqns) for each in inner_of(eqn))
         if _moves(eqn)
-        else not tokens.isdisjoint(variables(eqn.invars))
+        else _uses(eqn, tokens)
         for eqn in eqns
     )
+
+
+def _uses(eqn: Equation, tokens: Set[Atom]) -> bool:
+    """Whether an equation does more with tokens than hand them to a call, or to branches, that ignore them."""
+    if tokens.isdisjoint(variables(eqn.invars)):
+        return False
+    calls = inner_of(eqn)
+    if not calls or any(not tokens.isdisjoint(variables(eqn.invars[: each.first])) for each in calls):
+        return True
+    for each in calls:
+        given = zip(each.jaxpr.invars, eqn.invars[each.first :], strict=True)
+        own = {v for v, x in given if isinstance(x, Var) and x in tokens}
+        if not own.isdisjoint(variables(each.jaxpr.outvars)) or any(_uses(inner, own) for inner in each.jaxpr.eqns):
+            return True
+    return False
 
 
 def _tokens(eqns: Iterable[Equation]) -> set[Atom]:
