@@ -63,6 +63,7 @@ class Argument:
       replaced_by: the number of the result that takes its place in the next step, if one is like it.
       put_whole: whether the step itself loads it as a whole, from host memory.
       has_layers: whether ``jax_offload.jit`` would load it layer by layer instead.
+      donated: whether the caller donates it.
     """
 
     name: str
@@ -73,6 +74,7 @@ class Argument:
     replaced_by: int | None = None
     put_whole: bool = False
     has_layers: bool = False
+    donated: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -227,7 +229,8 @@ def _given(
     """
     put, nexts = _put_whole(step.jaxpr), _replacing(step)
     left = _put_whole(rewritten(step.jaxpr)) if as_jitted and any(put) else put
-    paths = [path for path, _ in tree_flatten_with_path(step.args_info)[0]]
+    infos = tree_flatten_with_path(step.args_info)[0]
+    paths, donated = [path for path, _ in infos], [info.donated for _, info in infos]
     avals, names = step.jaxpr.in_avals, step.jaxpr.jaxpr.debug_info.arg_names or [""] * len(paths)
     by_name: dict[Any, bool] = dict(zip(names_of(carried), _of_states(carried), strict=True)) if carried else {}
     found = list[Argument]()
@@ -236,7 +239,8 @@ def _given(
         state = host or own or by_name.get(getattr(path[-1], "key", None), False)
         waits = bool(carried) and getattr(path[1], "idx", None) == 1
         own_kept = None if kept is None else kept[k]
-        found.append(Argument(name or "", host, state, waits, own_kept, nexts.get(k), put[k], put[k] and not left[k]))
+        layers = put[k] and not left[k]
+        found.append(Argument(name or "", host, state, waits, own_kept, nexts.get(k), put[k], layers, donated[k]))
     return found
 
 

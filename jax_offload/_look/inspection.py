@@ -116,7 +116,9 @@ def _not_where_they_should_be(program: Compiled) -> Iterator[Problem]:
                 "finds them on the device. Return their next values, and where there are out_shardings, let them name "
                 "host memory, as the sharding of the argument and of jax_offload.abstract_state(tx, params) do"
             )
-            yield Problem(what, some([names[n] for n in gone or alike]))
+            # what is donated has no other next value; a gradient of parameters only looks like one
+            replaces = not evaluates or any(program.given[n].donated for n in places)
+            yield Problem(what, some([names[n] for n in gone or alike]), error=replaces)
 
 
 def _put_whole(program: Compiled) -> Iterator[Problem]:
