@@ -343,7 +343,7 @@ def to_host(tx: Any, state: Any = None, params: Any = None, *args: Any, select: 
     Parameters of layers may live in host memory under ``jax_offload.jit``, which loads them layer by layer.
     ``params = jo.to_host(params, loss, batch)`` traces ``loss(params, batch)`` and its gradient, and moves the
     parameters that are loaded this way. Parameters that would be loaded as a whole, such as an embedding beside a scan,
-    stay on the device; ``jax_offload.placement(step, ...)`` lists them. ``to_host(params)`` moves all.
+    stay on the device or return there; ``jax_offload.placement(step, ...)`` lists them. ``to_host(params)`` moves all.
 
     Args:
       tx: a transformation with an ``offload`` anywhere inside it; or a tree of parameters, concrete, traced or
@@ -376,6 +376,8 @@ def to_host(tx: Any, state: Any = None, params: Any = None, *args: Any, select: 
       'pinned_host'
     """
     of_parameters = not issubclass(type(tx), (optax.GradientTransformation, optax.MultiSteps))
+    kinds = memory.DEVICE_KIND, memory.HOST_KIND
+    returns = of_parameters and callable(state) and select is None  # a loss says of each parameter where it belongs
     if of_parameters and callable(state):
         args = args if params is None else (params, *args)
         select = _in_layers(tx, select, state, args)
@@ -389,10 +391,11 @@ def to_host(tx: Any, state: Any = None, params: Any = None, *args: Any, select: 
         return state_where_kept(tx, state, params)
     leaves, treedef = jax.tree.flatten(tx)
     pairs = zip(leaves, place(Policy(fraction, select), tx, tx), strict=True)
-    return guarded(jax.tree.unflatten(treedef, [_in_host_memory(x) if leaf.host else x for x, leaf in pairs]), tx)
+    moved = [x if not (leaf.host or (returns and _is_on_host(x))) else _in(kinds[leaf.host], x) for x, leaf in pairs]
+    return guarded(jax.tree.unflatten(treedef, moved), tx)
 
 
-def _in_layers(params: Any, select: Any, step: Callable[..., Any], args: Any) -> Any:
+def _in_layers(params: Any, select: Any, step: Callable[..., Any], args: Any) -> Callable[[str, Any], bool]:
     """Say for each parameter whether a step, or the gradient of a loss, loads it by layers rather than as a whole.
 
     Raises:
@@ -433,7 +436,8 @@ def _in_layers(params: Any, select: Any, step: Callable[..., Any], args: Any) ->
             "device's memory all the same. Fix: scan over stacked layers of 64 KiB and more each, or give the step "
             "in place of the loss; jo.placement(jo.jit(loss), jo.to_host(params), ...) says how each is loaded."
         )
-    return jax.tree.unflatten(jax.tree.structure(params), by_layers)
+    chosen = {id(x) for x, moves in zip(leaves, by_layers, strict=False) if moves}
+    return lambda _, leaf: id(leaf) in chosen  # no tree: it might be a model, which can be called, too
 
 
 def _typed(x: Any, in_host_memory: bool) -> Any:
@@ -444,9 +448,14 @@ def _typed(x: Any, in_host_memory: bool) -> Any:
     return memory.abstract(x.shape, x.dtype, memory.with_kind(place, kind))
 
 
-def _in_host_memory(x: Any) -> Any:
-    """Move an array to pinned host memory; an abstract array gets that memory in its type."""
+def _is_on_host(x: Any) -> bool:
+    return on_host(x) or getattr(sharding_of(x), "memory_kind", None) == memory.HOST_KIND
+
+
+def _in(kind: str, x: Any) -> Any:
+    """Move an array to one of the memories; an abstract array gets that memory in its type."""
     if isinstance(x, jax.ShapeDtypeStruct):
-        place = memory.with_kind(x.sharding, memory.HOST_KIND) if x.sharding is not None else None
-        return x if place is None else memory.abstract(x.shape, x.dtype, place, x.weak_type)
-    return memory.well_typed(memory.to_host(x if isinstance(x, jax.Array) else jnp.asarray(x)))
+        place = memory.with_kind(x.sharding or memory.ambient_sharding(), kind)
+        return memory.abstract(x.shape, x.dtype, place, x.weak_type)
+    x = x if isinstance(x, jax.Array) else jnp.asarray(x)
+    return memory.well_typed(memory.to_host(x)) if kind == memory.HOST_KIND else memory.to_device(x)

@@ -158,7 +158,9 @@ FEATURES = {
     ),
     "a jitted loss with a constant": Feature(jitted_loss_with_constant),
     "a constant from another device": Feature(lambda tx, p, s, x: (*plain(tx, p, s, x), FAR * x[0, 0])),
-    "a state that a branch ignores": Feature(ignores_a_state_in_a_branch, ((x_of(0),), (x_of(1) * np.nan,), (x_of(1),))),
+    "a state that a branch ignores": Feature(
+        ignores_a_state_in_a_branch, ((x_of(0),), (x_of(1) * np.nan,), (x_of(1),))
+    ),
     "one array twice": Feature(same_twice, ((x_of(0), *(jnp.ones(4),) * 2),) * 2),
     "shardings of the results": Feature(
         plain, options={"out_shardings": (jax.sharding.SingleDeviceSharding(jax.devices()[0]), None)}

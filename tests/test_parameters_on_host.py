@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import itertools
 from typing import Any
@@ -502,6 +503,18 @@ def test_an_evaluation_loads_layer_by_layer(scans, differentiates):
     assert (problems != ()) == differentiates
 
 
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["params"], meta_fields=["loss"])
+@dataclasses.dataclass(frozen=True)
+class Model:
+    """Parameters that can be called, as a module of flax or equinox can."""
+
+    params: Any
+    loss: Any
+
+    def __call__(self, x: Any) -> Any:
+        return self.loss(self.params, x)
+
+
 MODELS = {
     "scanned": (layered, {"layers"}),
     "unrolled": (functools.partial(unrolled, plain), {f"w{k}" for k in range(6)}),
@@ -529,9 +542,14 @@ def test_what_would_load_whole_stays(name, given):
     for found in (
         jo.to_host(shapes, *args),
         jo.to_host(params, *args),
+        jo.to_host(jo.to_host(params), *args),
+        jo.to_host(jo.to_host(shapes), *args),
         jax.jit(lambda p: jo.to_host(p, *args))(params),
+        jax.jit(lambda p: jo.to_host(p, *args))(jo.to_host(params)),
+        jo.to_host(Model(params, loss), lambda model, x: model(x), x).params,
     ):
         assert kinds(found) == expected
+    assert {*kinds(jo.to_host(jax.eval_shape(lambda: params)))} == {HOST}  # where jax would place them
     assert {*kinds(jo.to_host(params, *args, select=sorted(layers)[0]))} == {HOST, DEVICE}
     there = jo.to_host(shapes, *args)
     stays = [leaf.path for leaf in jo.placement(step, there, state, x).leaves if "stays on the device" in leaf.streams]

@@ -218,10 +218,7 @@ def _computes(eqns: Sequence[Equation]) -> bool:
     """Whether an equation, perhaps in a branch, computes with a token that another one reads or makes."""
     tokens = _tokens(eqns)
     return any(
-        any(_computes(each.jaxpr.eqns) for each in inner_of(eqn))
-        if _moves(eqn)
-        else _uses(eqn, tokens)
-        for eqn in eqns
+        any(_computes(each.jaxpr.eqns) for each in inner_of(eqn)) if _moves(eqn) else _uses(eqn, tokens) for eqn in eqns
     )
 
 
