@@ -127,6 +127,41 @@ def test_why_an_update_is_left_in_one_piece(said):
     assert_close((got[0], got[2]), (want[0], want[2]), 1e-6)
 
 
+def in_groups(params, x):
+    """Two layers in each ``jax.checkpoint``."""
+    group = jax.checkpoint(lambda x, *ws: functools.reduce(lambda x, w: jnp.tanh(x @ w), ws, x))
+    for k in range(0, LAYERS, 2):
+        x = group(x, params[f"layer_{k}"], params[f"layer_{k + 1}"])
+    return ((x + params["bias"]) ** 2).mean()
+
+
+def of_words(params, x):
+    return loss({k: w for k, w in params.items() if k != "words"}, params["words"][jnp.argsort(x[:, 0])])
+
+
+EXPOSED = {
+    "a jax.checkpoint around several arrays makes the last gradients": (in_groups, lambda params: params),
+    "the last gradients have a large state": (of_words, lambda params: params | {"words": jnp.ones((512, WIDTH))}),
+}
+
+
+@pytest.mark.parametrize("said", EXPOSED)
+def test_why_the_last_transfers_of_a_step_are_exposed(said):
+    """All pieces have their places, and placement says so of a step that has too many of them at its end."""
+    loss, of = EXPOSED[said]
+    tx, params = jo.offload(ADAMW, **OPTIONS), jax.device_put(of(parameters()), jax.devices()[0])
+
+    def step(tx, params, state, x):
+        return jo.update_params(tx, jax.grad(loss)(params, x), state, params)
+
+    args = params, tx.init(params), batch()
+    ours = jo.jit(functools.partial(step, tx))
+    (why,) = jo.placement(ours, *args).stays
+    assert said in why and "tests/test_unrolled.py:" in why
+    want = jax.jit(functools.partial(step, ADAMW))(params, ADAMW.init(params), args[2])
+    assert_close(ours(*args)[0], want[0], 1e-6)
+
+
 def each(change):
     return functools.partial(jax.tree.map, change)
 
@@ -151,8 +186,10 @@ ORDERS = {  # what happens to the gradients, order=, and the order in which leav
 @pytest.mark.parametrize("jit", [jax.jit, jo.jit], ids=["jax", "jo"])
 @pytest.mark.parametrize("case", ORDERS)
 def test_leaves_are_loaded_in_the_order_of_their_gradients(case, jit):
-    """Whatever the names; casts and scales come in the order of the tree, and are looked through."""
+    """Whatever the names; casts and scales come in the order of the tree, and are looked through. ``jo.jit`` puts each
+    piece where its gradient is made, whatever ``order`` says."""
     change, order, expected = ORDERS[case]
+    expected = ORDERS["nothing"][-1] if order and jit is jo.jit else expected
     tx = jo.offload(optax.sgd(0.1, momentum=0.9), order=order, **OPTIONS)
     params = dict(zip(NAMES, [p for p in parameters().values() if p.ndim > 1], strict=False))
 

@@ -166,7 +166,8 @@ class Placement:
       unknown: why ``update`` could not be traced; empty if it could.
       windows: for each ``offload`` that streams something, the bytes of state on each device at a time, ``nbytes``, and
         ``why`` there are so many.
-      stays: for a step of ``jax_offload.jit``, why leaves are not updated inside its passes.
+      stays: for a step of ``jax_offload.jit``, why leaves are not updated inside its passes, or only at their
+        end.
       guessed: facts that the trace does not show, and their sources: the order of the backward pass, the shardings
         of parameters.
       in_turn: for a step, which gradients wait for each other, so that no backward pass is put off.
@@ -405,10 +406,11 @@ def _table(
         return table, found
     away = trace is not None and any(row.host or row.disk for row in rows)
     passes = [each for update in updates for each in update.passes]
+    stays = [*(why for u in updates for why in u.stays), *(p.exposed for each in found for _, p in each.loads)]
     table = dataclasses.replace(
         table,
         leaves=tuple(leaf for leaf in shown if leaf.host or leaf.disk or leaf.streams),
-        stays=tuple(dict.fromkeys(why for u in updates for why in u.stays)) if found or not away else (_NO_UPDATE,),
+        stays=tuple(dict.fromkeys(filter(None, stays))) if found or not away else (_NO_UPDATE,),
         elsewhere=tuple(f"{how}; {n} of these" if n > 1 else how for how, n in elsewhere.items()),
         in_turn=tuple(dict.fromkeys(each.in_turn for each in passes if each.in_turn)),
     )

@@ -21,11 +21,13 @@ from jax_offload._program.jaxprs import (
     Var,
     branches_of,
     inner_of,
+    jaxpr_like,
     jaxpr_of,
     variables,
 )
 from jax_offload._program.memory import is_host_aval, to_host
-from jax_offload._program.primitives import CHECKPOINT, ELEMENTWISE, is_cheap
+from jax_offload._program.primitives import CHECKPOINT, ELEMENTWISE, gate_equation, is_cheap
+from jax_offload._program.private import manual_axes_of
 from jax_offload._program.program import (
     Builder,
     Program,
@@ -39,10 +41,10 @@ from jax_offload._program.program import (
     unguarded,
     without_round_trips,
 )
-from jax_offload._program.propagate import Facts, Mask, needed_for, union
+from jax_offload._program.propagate import Facts, Mask, Node, needed_for, union
 from jax_offload._schedule.after import FLOPS_PER_BYTE
-from jax_offload._schedule.gates import is_heavy_equation
-from jax_offload._schedule.schedule import same_type
+from jax_offload._schedule.gates import gradients_in_turn, is_heavy_equation
+from jax_offload._schedule.schedule import Gate, same_type
 from jax_offload._state.arguments import is_state, load, loading
 
 T = TypeVar("T")
@@ -59,14 +61,46 @@ def opened(program: Program) -> Program:
 
     A block stays closed where the link needs more than half of the passes' time, as more transfers run beside the
     attention of a larger piece; where it has a single matrix, as there is nothing to put between; and where XLA may
-    merge it with the forward pass (``prevent_cse=False``), which it does not do across gates.
+    merge it with the forward pass (``prevent_cse=False``), which it does not do across gates. In one that stays closed
+    the pass waits for each gradient, or all of a block's activations and cotangents would be alive at once.
     """
     updates = [eqn.params["update"] for eqn in program.eqns if is_update(eqn)]
-    if not updates or not all(map(_has_time, updates)):
+    if not updates:
         return program
+    if not all(map(_has_time, updates)):
+        several = _making_several(program)
+        return dataclasses.replace(
+            program, eqns=[_taking_turns(eqn) if id(eqn) in several else eqn for eqn in program.eqns]
+        )
     while several := _making_several(program):
         program = flat(program.closed, opens=lambda eqn, several=several: id(eqn) in several)
     return program
+
+
+def _taking_turns(block: Equation) -> Equation:
+    """A ``jax.checkpoint`` in which the pass goes on once the gradients so far exist."""
+    written = block.params["jaxpr"]
+    inside = flat(ClosedJaxpr(written, []))
+    nodes = [Node(eqn, variables(eqn.invars), eqn.outvars) for eqn in inside.eqns]
+    new, barrier = Builder().inside(inside, written.invars), gate_equation()
+    for node in gradients_in_turn(nodes, variables(inside.outputs)):
+        if isinstance(node.payload, Gate):
+            put_gate(new, node.payload, barrier)
+        else:
+            new.put(node.payload)
+    jaxpr = jaxpr_like(written, new.eqns, new.read(inside.outputs))
+    return block.replace(params=block.params | {"jaxpr": jaxpr})
+
+
+def put_gate(new: Builder, this: Gate, barrier: Equation) -> None:
+    """Append ``gate`` as equations: values that vary over the same axes of a ``shard_map`` wait for each other."""
+    for varying in {manual_axes_of(v.aval) for v in this.held}:
+        waiting, first = ([v for v in vs if manual_axes_of(v.aval) == varying] for vs in (this.held, this.waits_for))
+        if first:
+            names = [*waiting, *first]
+            results = [Var(v.aval) for v in names]
+            new.put(barrier.replace(invars=names, outvars=results))
+            new.names.update(zip(names, results, strict=True))
 
 
 def _has_time(update: Update) -> bool:

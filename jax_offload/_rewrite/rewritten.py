@@ -34,7 +34,7 @@ from jax_offload._program.jaxprs import (
 )
 from jax_offload._program.memory import is_host_aval
 from jax_offload._program.primitives import gate_equation, is_loop
-from jax_offload._program.private import manual_axes_of, without_dead_code
+from jax_offload._program.private import without_dead_code
 from jax_offload._program.program import (
     Builder,
     Program,
@@ -48,7 +48,7 @@ from jax_offload._program.program import (
 from jax_offload._program.propagate import Node, made_of, needed_for
 from jax_offload._program.slices import Slice, slice_of
 from jax_offload._rewrite.canonical import canonical, inside_shard_maps, made_cheaply
-from jax_offload._rewrite.inlined import Inlined, equation_of
+from jax_offload._rewrite.inlined import Inlined, equation_of, put_gate
 from jax_offload._rewrite.parts import Parts, decided, parts_of
 from jax_offload._schedule.in_scan import InScan
 from jax_offload._schedule.schedule import Gate, Planned, same_type
@@ -114,7 +114,7 @@ def _put_together(found: Parts) -> Program:
     for part in found.parts:
         this = part.payload
         if isinstance(this, Gate):
-            _put_gate(new, this, barrier)
+            put_gate(new, this, barrier)
         elif isinstance(this, Slice) or (isinstance(this, Planned) and not this.slice.loads):
             for eqn in (this if isinstance(this, Slice) else this.slice).jaxpr.eqns:
                 new.put(eqn)
@@ -211,17 +211,6 @@ def _in_each_iteration(program: Program, scan: Scan, loads: dict[int, Slice], li
             del loads[k]
         return _in_each_iteration(program, scan, loads, like)
     return _put_together(parts) if parts.moved else None
-
-
-def _put_gate(new: Builder, this: Gate, barrier: Equation) -> None:
-    """Append ``gate`` as equations: values that vary over the same axes of a ``shard_map`` wait for each other."""
-    for varying in {manual_axes_of(v.aval) for v in this.held}:
-        waiting, first = ([v for v in vs if manual_axes_of(v.aval) == varying] for vs in (this.held, this.waits_for))
-        if first:
-            names = [*waiting, *first]
-            results = [Var(v.aval) for v in names]
-            new.put(barrier.replace(invars=names, outvars=results))
-            new.names.update(zip(names, results, strict=True))
 
 
 def _in_scan(found: Parts, part: Node) -> ClosedJaxpr:

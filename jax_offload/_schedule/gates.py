@@ -14,13 +14,14 @@ import itertools
 import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import jax.numpy as jnp
 
 from jax_offload._program.arrays import nbytes
-from jax_offload._program.jaxprs import Equation, Var
+from jax_offload._program.jaxprs import Equation, Var, located
 from jax_offload._program.memory import is_host_aval
-from jax_offload._program.primitives import is_cheap, is_loop
+from jax_offload._program.primitives import CHECKPOINT, is_cheap, is_loop
 from jax_offload._program.propagate import Node, topological
 from jax_offload._schedule.in_scan import CannotHoist, InScan
 from jax_offload._schedule.schedule import Gate, Planned
@@ -34,6 +35,11 @@ FEW_PLACES = (
     f"its passes, forward and backward, have fewer than {LEAST_GATES} places where parts of an update could wait; "
     "scan over the layers"
 )
+OF_A_CHECKPOINT = (
+    "a jax.checkpoint around several arrays makes the last gradients at once; scan over the layers, or checkpoint each"
+)
+OF_LARGE_LEAVES = "the last gradients have a large state; keep it on the device with select="
+LEAST_LATE = 1 / 10  # the share of what moves for which it is worth saying that it runs behind the passes
 LEAST_FRONT = 2**12  # elements: a value with which a pass continues has at least as many
 
 
@@ -73,6 +79,10 @@ def interleaved(nodes: Sequence[Node], outputs: Sequence[Var]) -> list[Node]:
         behind.add(place, _Spot(None, [], [v], stored=True))
 
     all_nodes = list(nodes)
+    last = max((place for place, node in enumerate(order) if is_heavy(node)), default=-1)
+    for k in _late(nodes, pieces, [k for k in pieces if 0 <= made[k] == last and read[k] is None]):
+        why = _why_exposed(order[last].payload)
+        all_nodes[k] = dataclasses.replace(nodes[k], payload=dataclasses.replace(nodes[k].payload, exposed=why))
     gates: dict[tuple[bool, int], int] = {}
     for spots, is_ahead in (ahead, True), (behind, False):
         for at, gate in spots.gates(passes, is_ahead).items():
@@ -87,6 +97,21 @@ def interleaved(nodes: Sequence[Node], outputs: Sequence[Var]) -> list[Node]:
             before, after = ([gates[key] for key in [(side, place)] if key in gates] for side in (True, False))
             sequence += [*before, *ahead.pieces(place), number[id(node)], *after, *behind.pieces(place)]
     return topological(all_nodes, [*sequence, *outer, *pieces])
+
+
+def _late(nodes: Sequence[Node], pieces: Sequence[int], last: Sequence[int]) -> Sequence[int]:
+    """The pieces behind the last part of a pass, if they are more than what a usual step leaves there, one piece."""
+    sizes = {k: nodes[k].payload.slice.loaded_bytes for k in pieces if nodes[k].payload.slice.loads}
+    of_last = sum(sizes.get(k, 0) for k in last)
+    usual = sorted(sizes.values())[len(sizes) // 2] if sizes else 0
+    return last if of_last > max(LEAST_LATE * sum(sizes.values()), usual) else ()
+
+
+def _why_exposed(last: Any) -> str:
+    """Why nothing hides the state of the gradients that the last part of a pass makes."""
+    if not isinstance(last, Equation):
+        return OF_LARGE_LEAVES
+    return located(OF_A_CHECKPOINT if last.primitive.name in CHECKPOINT else OF_LARGE_LEAVES, last)
 
 
 def in_turn(order: Sequence[Node]) -> list[Node]:
@@ -109,6 +134,18 @@ def in_turn(order: Sequence[Node]) -> list[Node]:
             loops.add(id(node))
         needs.update(dict.fromkeys(node.makes, loops))
         found.append(node)
+    return found
+
+
+def gradients_in_turn(order: Sequence[Node], outputs: Sequence[Var]) -> list[Node]:
+    """``order`` with a gate behind each gradient: the cotangent that made it goes on once the gradient exists."""
+    found, passes = list[Node](), Network(order, outputs)
+    for place, node in enumerate(order):
+        found.append(node)
+        made = [v for v in node.makes if v in passes.read and v not in passes.reach and is_large(v)]
+        held = [v for v in node.reads if passes.reach[v] > place and is_large(v)] if is_heavy(node) else []
+        if made and held:
+            found.append(Node(Gate((*held,), (*made,)), [*held, *made], []))
     return found
 
 

@@ -230,12 +230,14 @@ class Planned:
 
     Attributes:
       token: its completion token: results that exist once it has run.
+      exposed: why nothing hides its transfers, where that is known.
     """
 
     slice: Slice
     transfer: Transfer
     window: Window
     token: tuple[Var, ...] = ()
+    exposed: str = ""
 
     @property
     def in_chunks(self) -> bool:

@@ -110,6 +110,22 @@ def unrolled(params: Tree, x: jax.Array) -> jax.Array:
     return x
 
 
+def in_groups(params: Tree, x: jax.Array) -> jax.Array:
+    """Four layers in each ``jax.checkpoint``."""
+    for k in range(0, LAYERS, 4):
+        x = jax.checkpoint(unrolled)(params[k : k + 4], x)
+    return x
+
+
+def of_words(params: Tree, words: jax.Array) -> jax.Array:
+    logits = unrolled(params["layers"], params["embedding"][words]) @ params["head"]
+    return (jax.nn.logsumexp(logits, -1) - jnp.take_along_axis(logits, words[:, None], 1)[:, 0]).mean()
+
+
+VOCABULARY = 4096
+WORDS = {"layers": MATRICES, "embedding": array(VOCABULARY, WIDTH), "head": array(WIDTH, VOCABULARY)}
+
+
 def accumulated(metrics: bool) -> Any:
     def make(wrap: Callable[[Any], Any]) -> Any:
         tx = wrap(ADAMW)
@@ -432,6 +448,8 @@ def equinox(wrap: Callable[[Any], Any]) -> Any:
 KINDS = [
     Kind("layers in a scan", one(loss_of(scanned))),
     Kind("unrolled layers", one(loss_of(unrolled), UNROLLED)),
+    Kind("unrolled layers, four in each checkpoint", one(loss_of(in_groups), MATRICES)),
+    Kind("unrolled layers, an embedding and a head", one(of_words, WORDS, batch=array(TOKENS, dtype=jnp.int32))),
     Kind("layers in a scan, clipped", one(loss_of(scanned), inner=CLIPPED)),
     Kind("layers in a scan, clipped", one(loss_of(scanned), inner=CLIPPED), "pipelined"),
     Kind("unrolled layers, clipped", one(loss_of(unrolled), UNROLLED, CLIPPED), "pipelined"),
