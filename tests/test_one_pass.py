@@ -144,7 +144,7 @@ STEPS = {  # an optimizer by its learning rate, the parameters' dtype, donated, 
 @pytest.mark.oldest("views of host memory, and what jax says of donation")
 @pytest.mark.parametrize("name", STEPS)
 def test_values_placement_and_buffers(name, kernels):
-    """A kernel writes each shard in place; leaves of bfloat16 are those of plain optax, bit for bit.
+    """A kernel writes each shard in place; bfloat16 leaves equal plain optax bit for bit.
 
     tests/test_equivalence.py covers other optimizers.
     """

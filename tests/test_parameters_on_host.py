@@ -275,7 +275,7 @@ SHARDED = {"in_specs": PartitionSpec(), "out_specs": PartitionSpec(), "check_vma
 
 
 def of_a_shard_map(tx: Any) -> Any:
-    """Let a loss be one; its gradient has two, of which one makes activations."""
+    """The loss is a ``shard_map``; its gradient has two, and the first makes the activations."""
 
     @functools.partial(jax.shard_map, **SHARDED)
     def loss(params: Any, x: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Several processes train: with a state on disk, of which one is killed at any moment; pipelined; by their cores."""
+"""Several processes train: with a state on disk while one is killed at any moment, pipelined, or on their cores."""
 
 import itertools
 import signal

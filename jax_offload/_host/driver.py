@@ -292,8 +292,7 @@ class Moves:
             begun = begun.union(self.ahead[k]).difference(self.now[k])  # a leaf that is read again is fetched again
 
     def _when_written(self, tasks: Sequence[Task]) -> list[list[Var]]:
-        """Return the results that each task releases for writing: they exist, and no later task reads them or
-        the old values of their rows."""
+        """Return the results to write after each task: no later task reads them or the old values of their rows."""
         last = {v: k for k, task in enumerate(tasks) for v in (*task.outputs, *task.inputs)}
         read_by: dict[Place, list[tuple[Range | None, int]]] = {}
         for leaf, rows, k in ((*self.reads[v], k) for v, k in last.items() if v in self.reads):

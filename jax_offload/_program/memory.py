@@ -132,8 +132,8 @@ def ambient_sharding() -> Sharding:
     """
     if private.traces():
         raise ValueError(
-            "params: they are traced here, and a trace does not tell where arrays are. Fix: call this function outside "
-            "of jax.jit and of jax's transformations, with the parameters or jax.ShapeDtypeStructs; inside, "
+            "params: they are traced here, and tracers have no placement. Fix: call this function outside of jax.jit "
+            "and jax's transformations, with the parameters or jax.ShapeDtypeStructs; inside, "
             "tx.init(params) makes a state."
         )
     mesh = jax.sharding.get_mesh()

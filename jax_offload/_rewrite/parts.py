@@ -15,7 +15,7 @@ add a policy:
 3. Emit it in ``Emitter.iteration`` (``_emit/hoisted.py``). ``update`` runs the moves on row ``i``. ``phases`` runs the
    arithmetic of the scan's body; meanwhile it stores row ``before`` (in a forward pass ``i``) and loads row ``after``.
    ``Buffers`` (``_emit/run.py``) reads and writes the rows. A policy that updates only some rows in the scan keeps the
-   gradients of all (``kept``). In ``update`` it replaces the other rows' new values by the old ones, those of
+   gradients of all (``kept``). In ``update`` it replaces the other rows' new values with the old ones from
    ``move.how.buffers``, and leaves these rows out of ``sums``. In ``scanned``, after the last ``exchange``, it loads,
    updates and stores them.
 4. ``rewritten`` puts the parts together and checks operands, buffers and types. If a check fails, the step runs as

@@ -312,7 +312,7 @@ def _why_not(program: Program) -> Iterable[str]:
     return _inside(words, program)
 
 
-# ---- checks of a step, as it is written and as it is rewritten
+# ---- checks of a step before and after it is rewritten
 #
 # A policy decides what runs where. If it leaves out an operand, or frees a buffer too early, the step that was
 # written runs instead: such a fault costs time, and never a crash or a number.

@@ -218,7 +218,7 @@ class Run:
         return [np.asarray(x) for x in jax.tree.leaves((params, jo.to_device(state)))]
 
     def is_at(self, step, params, state):
-        """Parameters and state are those of this step, bit for bit."""
+        """Check that parameters and state equal this step's, bit for bit."""
         for a, b in zip(self.values(params, state), self.want[step], strict=True):
             np.testing.assert_array_equal(a, b)
 

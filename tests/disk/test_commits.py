@@ -73,7 +73,7 @@ def test_what_is_no_step(run, step):
 
 @contextlib.contextmanager
 def interrupted(run, during, error=KeyboardInterrupt):
-    """A signal interrupts the main thread while others read the last group, of which one has written, or sync."""
+    """A signal interrupts the main thread while other threads read the last group, have written one leaf, or sync."""
     came, wrote, reads = threading.Event(), threading.Event(), itertools.count(1)
 
     def fault(name, path, *_):
