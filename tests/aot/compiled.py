@@ -13,6 +13,7 @@ import re
 import sys
 import tempfile
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -123,14 +124,6 @@ def transformer(
     return lambda: (params, lambda tokens: ((tokens // zoo.CONTEXT, zoo.CONTEXT + 1), jnp.int32), loss)
 
 
-def of_zoo(make: Callable[..., zoo.Model], **options: Any) -> Callable[[], tuple[Tree, Any, Any]]:
-    def built() -> tuple[Tree, Any, Any]:
-        model = make(**options)
-        return model.params, model.batch, model.loss
-
-    return built
-
-
 MODELS: dict[str, tuple[Callable[[], tuple[Tree, Any, Any]], Any]] = {
     "24x4096^2 scanned": (stack(24, 4096, 4096), jnp.float32),
     "12x(2x4096^2) scanned": (stack(12, 2, 4096, 4096), jnp.float32),
@@ -144,11 +137,11 @@ MODELS: dict[str, tuple[Callable[[], tuple[Tree, Any, Any]], Any]] = {
     "Gemma 2B scanned": (transformer(18, 2048, 8, 16384, 256128), jnp.float32),
     "MoE scanned": (transformer(8, 2048, 16, 5504, 32000, experts=8), jnp.float32),
     "588x1280": (matrix(588, 1280), jnp.float32),  # on a TPU 12 rows are left behind the last whole chunk
-    "ViT": (of_zoo(zoo.vit), jnp.float32),
-    "ViT, checkpointed": (of_zoo(zoo.vit, checkpoint=True, mapped=False), jnp.bfloat16),
-    "GPT unrolled, bfloat16": (of_zoo(zoo.gpt), jnp.bfloat16),
-    "ConvNet, bfloat16": (of_zoo(zoo.convnet), jnp.bfloat16),
-    "MLP with biases and norms": (of_zoo(zoo.mlp), jnp.float32),
+    "ViT": (zoo.vit, jnp.float32),
+    "ViT, checkpointed": (partial(zoo.vit, checkpoint=True, mapped=False), jnp.bfloat16),
+    "GPT unrolled, bfloat16": (zoo.gpt, jnp.bfloat16),
+    "ConvNet, bfloat16": (zoo.convnet, jnp.bfloat16),
+    "MLP with biases and norms": (zoo.mlp, jnp.float32),
 }
 
 

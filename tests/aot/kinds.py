@@ -63,7 +63,7 @@ def array(*shape: int, dtype: Any = jnp.float32) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(shape, dtype, sharding=DEVICE)
 
 
-STACK, BATCH = array(LAYERS, WIDTH, WIDTH), array(TOKENS, WIDTH)
+STACK, BATCH, FOUR = array(LAYERS, WIDTH, WIDTH), array(TOKENS, WIDTH), array(4, TOKENS, WIDTH)
 
 
 def layer(x: jax.Array, w: jax.Array) -> jax.Array:
@@ -79,19 +79,24 @@ def mean_square(x: jax.Array) -> jax.Array:
     return (x**2).mean()
 
 
-def one(loss: Callable[[Tree, Any], jax.Array], params: Tree = STACK, inner: Any = ADAMW, batch: Any = BATCH) -> Any:
-    """A step with one network and one optimizer."""
+def of_step(step: Callable[..., Any], params: Tree = STACK, inner: Any = ADAMW, batch: Any = BATCH) -> Any:
+    """A step of (optimizer, parameters, state, batch), with one network and one optimizer."""
 
     def make(wrap: Callable[[Any], Any]) -> Any:
         tx = wrap(inner)
-
-        def step(params: Tree, state: Tree, batch: Any) -> Any:
-            value, grads = jax.value_and_grad(loss)(params, batch)
-            return *jo.update_params(tx, grads, state, params), value
-
-        return step, (params, jo.abstract_state(tx, params), batch), (0, 1)
+        return partial(step, tx), (params, jo.abstract_state(tx, params), batch), (0, 1)
 
     return make
+
+
+def one(loss: Callable[[Tree, Any], jax.Array], params: Tree = STACK, inner: Any = ADAMW, batch: Any = BATCH) -> Any:
+    """A step that differentiates a loss and updates."""
+
+    def step(tx: Any, params: Tree, state: Tree, batch: Any) -> Any:
+        value, grads = jax.value_and_grad(loss)(params, batch)
+        return *jo.update_params(tx, grads, state, params), value
+
+    return of_step(step, params, inner, batch)
 
 
 def loss_of(network: Callable[..., jax.Array], **options: Any) -> Callable[[Tree, Any], jax.Array]:
@@ -126,49 +131,49 @@ VOCABULARY = 4096
 WORDS = {"layers": MATRICES, "embedding": array(VOCABULARY, WIDTH), "head": array(WIDTH, VOCABULARY)}
 
 
-def accumulated(metrics: bool) -> Any:
-    def make(wrap: Callable[[Any], Any]) -> Any:
-        tx = wrap(ADAMW)
-
-        def step(params: Tree, state: Tree, batches: Any) -> Any:
-            def add(total: Tree, batch: Any) -> Any:
-                value, grads = jax.value_and_grad(loss_of(scanned))(params, batch)
-                return jax.tree.map(jnp.add, total, grads), {"loss": value, "norm": jnp.abs(value)} if metrics else None
-
-            grads, seen = jax.lax.scan(add, jnp.zeros_like(params), batches)
-            return *jo.update_params(tx, grads / 4, state, params), jax.tree.map(jnp.mean, seen)
-
-        return step, (STACK, jo.abstract_state(tx, STACK), array(4, TOKENS, WIDTH)), (0, 1)
-
-    return make
-
-
-def skipped(wrap: Callable[[Any], Any]) -> Any:
-    tx = wrap(ADAMW)
-
-    def step(params: Tree, state: Tree, batch: Any) -> Any:
+def accumulated(tx: Any, params: Tree, state: Tree, batches: Any, metrics: bool = False) -> Any:
+    def add(total: Tree, batch: Any) -> Any:
         value, grads = jax.value_and_grad(loss_of(scanned))(params, batch)
-        finite = jnp.isfinite(optax.tree.norm(grads))
-        if wrap is resident:
-            updates, new = tx.update(grads, state, params)
-            keep = partial(jnp.where, finite)
-            return *jax.tree.map(keep, (optax.apply_updates(params, updates), new), (params, state)), value
-        return *jo.update_params(tx, grads, state, params, skip=~finite), value
+        return jax.tree.map(jnp.add, total, grads), {"loss": value, "norm": jnp.abs(value)} if metrics else None
 
-    return step, (STACK, jo.abstract_state(tx, STACK), BATCH), (0, 1)
+    grads, seen = jax.lax.scan(add, jnp.zeros_like(params), batches)
+    return *jo.update_params(tx, grads / 4, state, params), jax.tree.map(jnp.mean, seen)
 
 
-def sharpness_aware(wrap: Callable[[Any], Any]) -> Any:
+def skipped(tx: Any, params: Tree, state: Tree, batch: Any) -> Any:
+    value, grads = jax.value_and_grad(loss_of(scanned))(params, batch)
+    finite = jnp.isfinite(optax.tree.norm(grads))
+    if tx is ADAMW:
+        updates, new = tx.update(grads, state, params)
+        keep = partial(jnp.where, finite)
+        return *jax.tree.map(keep, (optax.apply_updates(params, updates), new), (params, state)), value
+    return *jo.update_params(tx, grads, state, params, skip=~finite), value
+
+
+def sharpness_aware(tx: Any, params: Tree, state: Tree, batch: Any) -> Any:
     """The gradient is taken where the loss is worst nearby: two passes one after the other."""
-    tx = wrap(ADAMW)
+    slope = jax.grad(loss_of(scanned))
+    up = slope(params, batch)
+    grads = slope(params + 0.05 * up / optax.tree.norm(up), batch)
+    return jo.update_params(tx, grads, state, params)
 
-    def step(params: Tree, state: Tree, batch: Any) -> Any:
-        slope = jax.grad(loss_of(scanned))
-        up = slope(params, batch)
-        grads = slope(params + 0.05 * up / optax.tree.norm(up), batch)
-        return jo.update_params(tx, grads, state, params)
 
-    return step, (STACK, jo.abstract_state(tx, STACK), BATCH), (0, 1)
+def into_refs(tx: Any, params: Tree, state: Tree, batches: Any) -> Any:
+    total = jax.new_ref(jnp.zeros_like(params))
+
+    def add(carry: Any, batch: Any) -> Any:
+        total[...] += jax.grad(loss_of(scanned))(params, batch)
+        return carry, None
+
+    jax.lax.scan(add, None, batches)
+    return jo.update_params(tx, jax.freeze(total) / 4, state, params)
+
+
+def microbatched(tx: Any, params: Tree, state: Tree, batch: Any) -> Any:
+    mean = optax.microbatching.AccumulationType.MEAN
+    grads_of = jax.grad(loss_of(scanned))
+    grads = optax.microbatch(grads_of, argnums=1, microbatch_size=TOKENS, accumulator=mean)(params, batch)
+    return jo.update_params(tx, grads, state, params)
 
 
 # --- several updates -------------------------------------------------------------------------------------------------
@@ -212,15 +217,10 @@ def alternating(tx: Any, ty: Any, network: Callable[..., jax.Array] = scanned) -
     return step
 
 
-def twice(wrap: Callable[[Any], Any]) -> Any:
-    tx = wrap(ADAMW)
-
-    def step(params: Tree, state: Tree, batches: Any) -> Any:
-        for k in range(2):
-            params, state = jo.update_params(tx, jax.grad(loss_of(scanned))(params, batches[k]), state, params)
-        return params, state
-
-    return step, (STACK, jo.abstract_state(tx, STACK), array(2, TOKENS, WIDTH)), (0, 1)
+def twice(tx: Any, params: Tree, state: Tree, batches: Any) -> Any:
+    for k in range(2):
+        params, state = jo.update_params(tx, jax.grad(loss_of(scanned))(params, batches[k]), state, params)
+    return params, state
 
 
 def in_a_branch(tx: Any, ty: Any) -> Any:
@@ -314,37 +314,6 @@ def data_parallel(inside: bool, inner: Any, wrap: Callable[[Any], Any]) -> Any:
     return step, (params, jo.abstract_state(tx, params), batch), (0, 1)
 
 
-def into_refs(wrap: Callable[[Any], Any]) -> Any:
-    tx = wrap(ADAMW)
-
-    def step(params: Tree, state: Tree, batches: Any) -> Any:
-        total = jax.new_ref(jnp.zeros_like(params))
-
-        def add(carry: Any, batch: Any) -> Any:
-            total[...] += jax.grad(loss_of(scanned))(params, batch)
-            return carry, None
-
-        jax.lax.scan(add, None, batches)
-        return jo.update_params(tx, jax.freeze(total) / 4, state, params)
-
-    return step, (STACK, jo.abstract_state(tx, STACK), array(4, TOKENS, WIDTH)), (0, 1)
-
-
-def microbatched(wrap: Callable[[Any], Any]) -> Any:
-    tx = wrap(ADAMW)
-
-    def step(params: Tree, state: Tree, batch: Any) -> Any:
-        grads = optax.microbatch(
-            jax.grad(loss_of(scanned)),
-            argnums=1,
-            microbatch_size=TOKENS,
-            accumulator=optax.microbatching.AccumulationType.MEAN,
-        )(params, batch)
-        return jo.update_params(tx, grads, state, params)
-
-    return step, (STACK, jo.abstract_state(tx, STACK), array(4 * TOKENS, WIDTH)), (0, 1)
-
-
 @jax.custom_vjp
 def custom(params: Tree, x: jax.Array) -> jax.Array:
     return scanned(params, x)
@@ -403,7 +372,6 @@ def nnx_functional(wrap: Callable[[Any], Any]) -> Any:
     def new() -> Any:
         return nnx.vmap(Block, in_axes=0, out_axes=0)(nnx.Rngs(0).split(LAYERS))
 
-    tx = wrap(ADAMW)
     graph, abstract = nnx.split(nnx.eval_shape(new))
     params = jax.tree.map(lambda x: array(*x.shape, dtype=x.dtype), abstract)
 
@@ -413,10 +381,7 @@ def nnx_functional(wrap: Callable[[Any], Any]) -> Any:
 
         return mean_square(jax.lax.scan(jax.checkpoint(body), batch, params)[0])
 
-    def step(params: Tree, state: Tree, batch: Any) -> Any:
-        return jo.update_params(tx, jax.grad(loss)(params, batch), state, params)
-
-    return step, (params, jo.abstract_state(tx, params), BATCH), (0, 1)
+    return one(loss, params)(wrap)
 
 
 def haiku(wrap: Callable[[Any], Any]) -> Any:
@@ -453,15 +418,15 @@ KINDS = [
     Kind("layers in a scan, clipped", one(loss_of(scanned), inner=CLIPPED)),
     Kind("layers in a scan, clipped", one(loss_of(scanned), inner=CLIPPED), "pipelined"),
     Kind("unrolled layers, clipped", one(loss_of(unrolled), UNROLLED, CLIPPED), "pipelined"),
-    Kind("skip where a gradient is not finite", skipped),
-    Kind("skip where a gradient is not finite", skipped, "pipelined"),
-    Kind("two passes for one update, as in SAM", sharpness_aware),
-    Kind("microbatches in a scan", accumulated(False)),
-    Kind("microbatches in a scan, with metrics", accumulated(True)),
+    Kind("skip where a gradient is not finite", of_step(skipped)),
+    Kind("skip where a gradient is not finite", of_step(skipped), "pipelined"),
+    Kind("two passes for one update, as in SAM", of_step(sharpness_aware)),
+    Kind("microbatches in a scan", of_step(accumulated, batch=FOUR)),
+    Kind("microbatches in a scan, with metrics", of_step(partial(accumulated, metrics=True), batch=FOUR)),
     Kind("two networks, updated at once", pair(simultaneous)),
     Kind("two networks in turn, as in a GAN", pair(alternating)),
     Kind("two unrolled networks in turn", pair(partial(alternating, network=unrolled), params=UNROLLED)),
-    Kind("one network updated twice", twice),
+    Kind("one network updated twice", of_step(twice, batch=array(2, TOKENS, WIDTH))),
     Kind("two networks, clipped separately", pair(simultaneous, CLIPPED), "pipelined"),
     Kind("one of two updates in a cond", pair(in_a_branch)),
     Kind("plain optax beside an offload", pair(simultaneous, other=optax.sgd(1e-3))),
@@ -477,8 +442,8 @@ KINDS = [
     Kind("the whole step in a shard_map", partial(data_parallel, True, ADAMW)),
     Kind("shard_map, the update outside", partial(data_parallel, False, ADAMW)),
     Kind("shard_map, the update outside, clipped", partial(data_parallel, False, CLIPPED), "pipelined"),
-    Kind("gradients summed in a Ref", into_refs),
-    Kind("optax.microbatch", microbatched),
+    Kind("gradients summed in a Ref", of_step(into_refs, batch=FOUR)),
+    Kind("optax.microbatch", of_step(microbatched, batch=array(4 * TOKENS, WIDTH))),
     Kind("custom_vjp around the network", one(loss_of(custom))),
     Kind("the gradient of a gradient", one(penalized)),
     Kind("linen nn.scan, TrainState", linen, package="flax"),

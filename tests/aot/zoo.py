@@ -1,12 +1,11 @@
 """Models as people unroll them, for peaks: leaves of many sizes, biases and norms. Abstract, nothing is allocated.
 
-Each is a loss of (parameters, batch) beside what it takes, of bfloat16 if nothing else is said. Their matmuls'
-inputs are kept for the backward pass unless they are checkpointed.
+Each returns the shapes of its parameters, the shape and dtype of a batch of so many tokens, and the loss of both. The
+inputs of matmuls are kept for the backward pass unless they are checkpointed.
 """
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -21,21 +20,7 @@ DTYPE = jnp.bfloat16
 Params = dict[str, Any]
 
 
-@dataclasses.dataclass(frozen=True)
-class Model:
-    """A model of so many tokens.
-
-    Attributes:
-      params: shapes, by path.
-      batch: shape and dtype.
-      loss: of parameters and batch.
-      dtype: of the parameters.
-    """
-
-    params: Any
-    batch: Callable[[int], tuple[tuple[int, ...], Any]]
-    loss: Callable[[Any, jax.Array], jax.Array]
-    dtype: Any = DTYPE
+Model = tuple[Any, Callable[[int], tuple[tuple[int, ...], Any]], Callable[[Any, jax.Array], jax.Array]]
 
 
 def norm(x: jax.Array, scale: jax.Array) -> jax.Array:
@@ -90,7 +75,7 @@ def gpt(layers: int = 6, width: int = 2048, heads: int = 16, kv_heads: int = 4) 
             x = jax.checkpoint(apply)(x, params[f"block_{i}"])
         return nats(norm(x, params["norm"]), params["head"], tokens[:, 1:])
 
-    return Model(params, lambda tokens: ((tokens // CONTEXT, CONTEXT + 1), jnp.int32), loss)
+    return params, lambda tokens: ((tokens // CONTEXT, CONTEXT + 1), jnp.int32), loss
 
 
 def vit(layers: int = 8, width: int = 1024, *, checkpoint: bool = False, mapped: bool = True) -> Model:
@@ -124,14 +109,11 @@ def vit(layers: int = 8, width: int = 1024, *, checkpoint: bool = False, mapped:
         logits = (layer_norm(x.mean(1), *params["norm"]) @ params["head"]).astype(jnp.float32)
         return (jax.nn.logsumexp(logits, -1) - logits[:, 0]).mean()
 
-    return Model(params, lambda tokens: ((tokens // PATCHES, PATCHES, 768), DTYPE), loss)
+    return params, lambda tokens: ((tokens // PATCHES, PATCHES, 768), DTYPE), loss
 
 
-def convnet(stages: tuple[int, ...] = (2, 2, 2), width: int = 256, stem: int = 4) -> Model:
-    """Bottleneck blocks as in a ResNet, with norms of channels; images of 224², one for every 128 tokens.
-
-    ``stem``: the stride of the first convolution; with 1 each block has 16 times the activations.
-    """
+def convnet(stages: tuple[int, ...] = (2, 2, 2), width: int = 256) -> Model:
+    """Bottleneck blocks as in a ResNet, with norms of channels; images of 224², one for every 128 tokens."""
     params: Params = {"stem": (7, 7, 3, width // 4), "stem_norm": (2, width // 4)}
     last, blocks = width // 4, list[tuple[str, int]]()
     for s, n in enumerate(stages):
@@ -150,7 +132,7 @@ def convnet(stages: tuple[int, ...] = (2, 2, 2), width: int = 256, stem: int = 4
         return jax.lax.conv_general_dilated(x, w, (stride, stride), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
 
     def loss(params: Params, images: jax.Array) -> jax.Array:
-        x = jax.nn.relu(layer_norm(conv(images, params["stem"], stem), *params["stem_norm"]))
+        x = jax.nn.relu(layer_norm(conv(images, params["stem"], 4), *params["stem_norm"]))
         for name, stride in blocks:
             p = params[name]
             y = jax.nn.relu(layer_norm(conv(x, p["in"]), *p["norm_in"]))
@@ -160,7 +142,7 @@ def convnet(stages: tuple[int, ...] = (2, 2, 2), width: int = 256, stem: int = 4
         logits = (x.mean((1, 2)) @ params["head"]).astype(jnp.float32)
         return (jax.nn.logsumexp(logits, -1) - logits[:, 0]).mean()
 
-    return Model(params, lambda tokens: ((tokens // 128, 224, 224, 3), DTYPE), loss)
+    return params, lambda tokens: ((tokens // 128, 224, 224, 3), DTYPE), loss
 
 
 def mlp(layers: int = 8, width: int = 4096) -> Model:
@@ -174,4 +156,4 @@ def mlp(layers: int = 8, width: int = 4096) -> Model:
             x = x + jax.nn.gelu(layer_norm(x, *p["norm"]) @ p["w"] + p["bias"])
         return (x.astype(jnp.float32) ** 2).mean()
 
-    return Model(params, lambda tokens: ((tokens, width), DTYPE), loss)
+    return params, lambda tokens: ((tokens, width), DTYPE), loss
