@@ -26,10 +26,11 @@ import numpy as np
 from jax_offload._disk.disk import Disk
 from jax_offload._disk.leaves import is_on_disk, read_into
 from jax_offload._program import memory
+from jax_offload._program.arrays import leaves_with_paths
 
 _NAME = "jax_offload"  # the name of our entry in orbax's custom metadata
 _MARK = "jax_offload.save_args"  # stands in our entry: a file that holds it, and no such entry, is damaged
-_PIECE = 2**20  # bytes that are summed at a time, as 64-bit products of each word
+_PIECE = 2**18  # words that are summed at a time, each as a product of 64 bits
 _THREADS = 8
 
 
@@ -73,8 +74,8 @@ def save_args(tree: Any, *, copy: bool = True) -> Any:
     if copy:
         tree = _with_host_copies(tree)
     tree = read_late(ocp, tree)
-    names, leaves = named(tree)
-    sums = dict(zip(names, sums_of(leaves), strict=True))
+    leaves = named(tree)
+    sums = dict(zip(leaves, sums_of([*leaves.values()]), strict=True))
     return ocp.args.StandardSave(tree, custom_metadata={_NAME: {"by": _MARK, "checksums": sums}})
 
 
@@ -138,20 +139,20 @@ def restore(
         try:
             return _restore_step(ocp, manager, s, item, target)
         except Damaged as error:
-            what = f"the checkpoint of step {s} in {_path(manager, s)} is damaged: {error}\n"
-            if fallback and earlier is not None:
-                warnings.warn(
-                    f"{what}Using step {earlier} instead. manager.delete({s}) removes the damaged one, so that "
-                    "step can be saved again.",
-                    stacklevel=2,
-                )
-                continue
-            fix = (
-                f"Restore an earlier one (complete steps: {saved[::-1]}) with step=..., or pass fallback=True to use "
-                "the latest that is whole."
+            what = f"the checkpoint of step {s} in {_path(manager, s)} is damaged: {error}"
+            if not fallback:
+                raise ValueError(
+                    f"{what}\nRestore an earlier one (complete steps: {saved[::-1]}) with step=..., or pass "
+                    "fallback=True to use the latest that is whole."
+                ) from error.__cause__
+            if earlier is None:
+                none = f"No earlier checkpoint is left in {manager.directory}."
+                raise ValueError(f"{what}\n{none}") from error.__cause__
+            warnings.warn(
+                f"{what}\nUsing step {earlier} instead. manager.delete({s}) removes the damaged one, so that step can "
+                "be saved again.",
+                stacklevel=2,
             )
-            none = f"No earlier checkpoint is left in {manager.directory}."
-            raise ValueError(what + (none if fallback else fix)) from error.__cause__
 
 
 def _restore_step(ocp: Any, manager: Any, step: int, item: str | None, target: Any) -> Any:
@@ -162,7 +163,7 @@ def _restore_step(ocp: Any, manager: Any, step: int, item: str | None, target: A
         given = "none was given" if item is None else f"there is no {item!r}"
         raise ValueError(f"item: the checkpoint in {folder.parent} has the items {items}, and {given}; say which.")
     metadata = reading(ocp.StandardCheckpointHandler().metadata, folder)
-    stored = dict(zip(*named(metadata.tree), strict=True))
+    stored = named(metadata.tree)
     sums = _stored_sums(metadata.custom_metadata, folder)
     if sums is not None and sums.keys() != stored.keys():
         raise Damaged(f"its metadata names other leaves than were saved: {some(sums.keys() ^ stored.keys())}")
@@ -172,8 +173,9 @@ def _restore_step(ocp: Any, manager: Any, step: int, item: str | None, target: A
         for x in jax.tree.leaves(target):
             if isinstance(x, jax.ShapeDtypeStruct) and x.sharding is not None:
                 memory.check_platform(x.sharding.addressable_devices)
-    check_target(target, stored, folder)
-    (names, likes), treedef = named(target), jax.tree.structure(target)
+    wanted, treedef = named(target), jax.tree.structure(target)
+    check_target(wanted, stored, folder)
+    names, likes = [*wanted], [*wanted.values()]
 
     def read(indices: Sequence[int]) -> list[Any]:
         """Read these leaves and no others."""
@@ -186,8 +188,8 @@ def _restore_step(ocp: Any, manager: Any, step: int, item: str | None, target: A
             leaves = [jax.device_put(x, memory.with_kind(x.sharding, memory.DEVICE_KIND)) if is_key(x) else x
                       for x in leaves]  # fmt: skip
         if sums is not None:
-            found = zip((names[k] for k in indices), checksums(leaves), strict=True)
-            if wrong := [name for name, got in found if got != sums[name]]:
+            got = dict(zip((names[k] for k in indices), checksums(leaves), strict=True))
+            if wrong := [name for name in got if got[name] != sums[name]]:
                 raise Damaged(f"other values than were saved in {len(wrong)} of {len(names)} leaves: {some(wrong)}")
         return leaves
 
@@ -249,10 +251,9 @@ def reading(read: Any, *args: Any, **kwargs: Any) -> Any:
         raise Damaged(f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:300]}") from error
 
 
-def named(tree: Any) -> tuple[list[str], list[Any]]:
-    """Return the names of a tree's leaves, and the leaves; a named tuple and the dict that orbax makes of it agree."""
-    flat = jax.tree_util.tree_flatten_with_path(tree)[0]
-    return [jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in flat], [x for _, x in flat]
+def named(tree: Any) -> dict[str, Any]:
+    """Return the leaves of a tree by name; a named tuple and the dict that orbax makes of it have the same names."""
+    return {jax.tree_util.keystr(path, simple=True, separator="/"): x for path, x in leaves_with_paths(tree)}
 
 
 def some(names: Iterable[str]) -> str:
@@ -261,12 +262,11 @@ def some(names: Iterable[str]) -> str:
     return ", ".join(names[:5]) + (f", ... ({len(names)} in all)" if len(names) > 5 else "") or "nothing"
 
 
-def check_target(target: Any, stored: dict[str, Any], folder: Any) -> None:
-    """Raise ``ValueError`` if the target has another tree, shape or dtype, or a leaf has no sharding.
+def check_target(wanted: dict[str, Any], stored: dict[str, Any], folder: Any) -> None:
+    """Raise ``ValueError`` if the target has other leaves, shapes or dtypes than are stored, or lacks a sharding.
 
     orbax would convert dtypes without a word, and choose the device.
     """
-    wanted = dict(zip(*named(target), strict=True))
     if wanted.keys() != stored.keys():
         raise ValueError(
             f"target: its leaves differ from those in the checkpoint in {folder}.\n"
@@ -420,27 +420,24 @@ def _sum_of_shard(shard: Any, start: tuple[int, ...]) -> int:
         # jax keeps the copy on the host for as long as the array lives, so the copy is made of an alias.
         shard = jax.make_array_from_single_device_arrays(shard.shape, shard.sharding, [shard])
     values = np.ascontiguousarray(shard)  # which has an axis at least
-    start = start or (0,)
     words = values.view(f"uint{8 * min(4, values.dtype.itemsize)}")
+    start = start or (0,)
     if (count := values.dtype.itemsize // 4) > 1:
-        return _keyed_sum(words.reshape(*values.shape, count), (*start, 0))
+        words, start = words.reshape(*values.shape, count), (*start, 0)
     return _keyed_sum(words, start)
 
 
 def _keyed_sum(words: np.ndarray, start: Sequence[int]) -> int:
     """Sum ``words``, which begin at ``start`` in the array, each times the product of its keys, one for each axis."""
-    row, total = words[:1].nbytes, 0
-    rows = max(1, _PIECE // max(1, row))
-    for begin in range(0, len(words), rows):
-        piece = words[begin : begin + rows]
-        if words.ndim > 1 and row > _PIECE:
-            sums = np.array([_keyed_sum(piece[0], start[1:])], np.uint64)
-        else:
-            sums = piece.astype(np.uint64)
-            for axis in range(words.ndim - 1, 0, -1):
-                sums = (sums * _keys(words.ndim - axis, start[axis], words.shape[axis])).sum(axis=axis)
-        total += int((sums * _keys(words.ndim, start[0] + begin, len(sums))).sum())
-    return total % 2**64
+    if words.size > _PIECE:
+        axis = int(np.argmax(words.shape))
+        half = words.shape[axis] // 2
+        first, rest = np.split(words, [half], axis)
+        return _keyed_sum(first, start) + _keyed_sum(rest, [n + half * (k == axis) for k, n in enumerate(start)])
+    sums = words.astype(np.uint64)
+    for axis in reversed(range(words.ndim)):
+        sums = sums @ _keys(words.ndim - axis, start[axis], words.shape[axis])
+    return int(sums)
 
 
 def _keys(axis: int, begin: int, count: int) -> np.ndarray:
