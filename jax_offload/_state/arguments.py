@@ -6,9 +6,8 @@ import contextlib
 import contextvars
 import dataclasses
 import functools
-import types
 import warnings
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from numbers import Number
 from typing import Any
 
@@ -31,15 +30,7 @@ from jax_offload._state.placement import Leaf
 # ---- the one context variable of the package
 #
 # ``init`` and ``update`` have optax's arguments, and what stands between a caller and an ``offload``, a chain, a
-# ``cond`` or ``optax.MultiSteps``, hands on no others. So five things reach an ``offload`` from the side:
-#
-# * how the parameters are sharded. With Auto axes no type tells, and a constraint that did would be in the program and
-#   would be lost at the next branch, whose operands are new variables;
-# * whether the traced function is going to run. A description may neither warn nor be remembered like a step, and what
-#   each ``offload`` remembers is its own: nobody else can put it back;
-# * whether an ``offload`` traces its inner optimizer, which must not hold another one;
-# * whether a recipe around it gathers what ZeRO-1 divides;
-# * which values the step has loaded from host memory, where a model computes with parameters that live there.
+# ``cond`` or ``optax.MultiSteps``, hands on no others. So the facts of ``Around`` reach an ``offload`` from the side.
 
 NESTED = (
     "inner: there is an offload(...) inside the optimizer that offload wraps. Wrap once: the whole chain, "
@@ -52,10 +43,11 @@ class Around:
     """Facts about a trace that its arguments do not show.
 
     Attributes:
-      shardings: the parameters' shardings by path; ``None``: only their types tell them.
-      runs: whether the traced function is going to run, as far as an ``offload`` can know.
+      shardings: the parameters' shardings by path; ``None``: only their types tell them. With Auto axes no type does,
+        and a constraint would be lost at the next branch, whose operands are new variables.
+      runs: whether the traced function is going to run, as far as an ``offload`` can know: a description does not warn.
       remembers: whether the parameters' shardings are remembered.
-      within_offload: whether an ``offload`` traces its inner optimizer.
+      within_offload: whether an ``offload`` traces its inner optimizer, which must not hold another one.
       gathered: the options of each ``offload`` whose divided updates a recipe around it gathers; ``None``: each gathers
         its own.
       loaded: the values on the device that the step has loaded, each with its origin in host memory; ``None``: it
@@ -210,26 +202,21 @@ def compiled_where_eager(like: Callable[..., Any]) -> Callable[[Callable[..., An
         like.__qualname__ = fun.__qualname__  # it is called first, and named in the error of a missing argument
 
         @functools.partial(jax.jit, static_argnums=(0, 1, 2))
-        def run(treedef: Any, given: tuple[Any, ...], shardings: tuple[Any, ...], arrays: list[Any]) -> Any:
-            def filled(operands: Iterable[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-                """The call's arguments, with these in the places of its operands, which ``given`` leaves empty."""
-                values = iter(operands)
-                return jax.tree.unflatten(treedef, [next(values) if x is None else x[1] for x in given])
-
-            args, kwargs = filled(types.SimpleNamespace(sharding=sharding) for sharding in shardings)
-            with _within(shardings=_shardings_in(like(*args, **kwargs)), runs=True, remembers=True):
-                args, kwargs = filled(arrays)
+        def run(treedef: Any, given: tuple[Any, ...], shardings: tuple[Any, ...], operands: list[Any]) -> Any:
+            values = iter(operands)
+            args, kwargs = jax.tree.unflatten(treedef, [next(values) if x is None else x[1] for x in given])
+            with _within(shardings=dict(shardings), runs=True, remembers=True):
                 return fun(*args, **kwargs)
 
         @functools.wraps(fun)
         def wrapper(*args: Any, **kwargs: Any) -> Any:
             leaves, treedef = jax.tree.flatten((args, kwargs))
-            unhashable = not all(_is_operand(x) or isinstance(x, Hashable) for x in leaves)
+            operands = [x for x in leaves if _is_operand(x)]
+            given = tuple(None if _is_operand(x) else (type(x), x) for x in leaves)  # True == 1 == 1.0
+            unhashable = not all(x is None or isinstance(x[1], Hashable) for x in given)
             if unhashable or any(isinstance(x, Tracer) for x in leaves) or traces():
                 return fun(*args, **kwargs)
-            given = tuple(None if _is_operand(x) else (type(x), x) for x in leaves)  # True == 1 == 1.0
-            operands = [x for x, static in zip(leaves, given, strict=True) if static is None]
-            return run(treedef, given, tuple(getattr(x, "sharding", None) for x in operands), operands)
+            return run(treedef, given, tuple(_shardings_in(like(*args, **kwargs)).items()), operands)
 
         return wrapper
 

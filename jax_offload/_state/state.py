@@ -102,15 +102,9 @@ def partitions(plan: Sequence[Leaf], params: Any, shardings: Shardings, remember
     Raises:
       ValueError: the sharding of a parameter is not known.
     """
-    flat = jax.tree_util.tree_flatten_with_path(params)[0]
     found: Layouts = {}
-    for i, over in {leaf.owner: leaf.shard_over for leaf in plan if leaf.owner is not None and leaf.shard_over}.items():
-        path, x = flat[i]
-        if (name := key_of(path)) in shardings:
-            sharded = partitioned(shardings[name], x.shape, over, name)
-            if isinstance(sharded, NamedSharding):
-                found[name] = sharded
-        else:
+    for name, x, leaf in divided(plan, params).values():
+        if name not in shardings:
             several = list(remembered.of(name))
             raise ValueError(
                 f"shard_over: parameter {name} was seen in several shardings, {several}, and with Auto mesh axes a "
@@ -120,7 +114,16 @@ def partitions(plan: Sequence[Leaf], params: Any, shardings: Shardings, remember
                 "tell. Call tx.init on the parameters, or jax_offload.abstract_state(tx, params), before update is "
                 "traced; an offload(...) that each step makes anew, as in inject_hyperparams, belongs around that."
             )
+        sharded = partitioned(shardings[name], x.shape, leaf.shard_over, name)
+        if isinstance(sharded, NamedSharding):
+            found[name] = sharded
     return found
+
+
+def divided(plan: Sequence[Leaf], params: Any) -> dict[int | None, tuple[str, Any, Leaf]]:
+    """Return the path and the value of each parameter, by its number, of which ZeRO-1 divides a leaf; and the leaf."""
+    flat = [(key_of(path), x) for path, x in leaves_with_paths(params)]
+    return {leaf.owner: (*flat[leaf.owner], leaf) for leaf in plan if leaf.shard_over and leaf.owner is not None}
 
 
 def check_not_manual() -> None:
@@ -192,14 +195,13 @@ def resharded_state(state: Any, plan: Sequence[Leaf], params: Any, shardings: Sh
       shardings: the parameters' shardings, as far as they are known.
       before: the state before the update; ``None`` if it is not the same tree, or is being made.
     """
-    flat = jax.tree_util.tree_flatten_with_path(params)[0]
-    owners = {leaf.owner for leaf in plan if leaf.shard_over}
+    owners = divided(plan, params)
 
     def sharded(x: Any, leaf: Leaf, old: Any) -> Any:
-        if leaf.owner is None or leaf.owner not in owners:
+        if leaf.owner not in owners:
             return x
-        path, param = flat[leaf.owner]
-        if (name := key_of(path)) not in shardings or not (leaf.shard_over or np.ndim(x) == np.ndim(param)):
+        name, param, _ = owners[leaf.owner]
+        if name not in shardings or not (leaf.shard_over or np.ndim(x) == np.ndim(param)):
             return x if old is None else constrained(x, typed_sharding(jax.typeof(old)))
         sharding, why = state_sharding(leaf, np.shape(x), shardings[name], np.shape(param))
         return x if why else constrained(x, sharding)
@@ -319,12 +321,17 @@ def to_device(state: Any) -> Any:
     return guarded(jax.tree.map(on_device, state, is_leaf=is_on_disk), state)
 
 
-def state_where_kept(tx: Any, state: Any, params: Any = None) -> Any:
-    """Move every leaf of ``state`` to where ``tx`` keeps it."""
+def state_where_kept(tx: Any, state: Any, params: Any = None, *, plain: bool = False) -> Any:
+    """Move every leaf of ``state`` to where ``tx`` keeps it. Encode the leaves of a ``plain`` state before."""
     params = params_like(tx, state) if params is None else params
     # Tracers do not tell shardings: under jit the next update divides the leaves.
     traced = any(isinstance(x, Tracer) for x in jax.tree.leaves((state, params)))
     rows, wanted = (traced_init if traced else described_state)(tx, params)
+    if plain:
+        try:
+            state = jax.tree.map(storage.stored_like, wanted, state, is_leaf=storage.is_stored)
+        except (ValueError, TypeError) as error:
+            raise ValueError(f"state: not a plain state of tx for these parameters: {error}. {_GIVE_PARAMS}") from error
     check_like(state, wanted, _GIVE_PARAMS, dtypes=True)
     leaves, treedef = jax.tree.flatten(state, is_leaf=is_on_disk)
     if any(leaf.disk for leaf in rows) or any(map(is_on_disk, leaves)):
@@ -411,36 +418,11 @@ def from_plain(tx: optax.GradientTransformation, state: Any, params: Any = None)
     """
     if any(storage.is_stored(x) for x in jax.tree.leaves(state, is_leaf=storage.is_stored)):
         raise ValueError("state: is stored, not plain; jo.to_plain(tx, state) gives the plain one.")
-    params = params_like(tx, state) if params is None else params
-
-    def stored_like(wanted: Any, x: Any) -> Any:
-        if storage.is_stored(wanted):
-            inner = jax.tree.map(stored_like, wanted.inner_state, x, is_leaf=storage.is_encoded)
-            return storage.StoredState(np.zeros((), np.int32), inner)
-        if not storage.is_encoded(wanted):
-            return x
-        got, expected = (np.shape(x), np.dtype(x.dtype).name), (wanted.values.shape, wanted.dtype)
-        if got != expected:
-            raise ValueError(f"a leaf is {got[1]}{list(got[0])}, and tx has {expected[1]}{list(expected[0])}")
-        return storage.in_place(storage.encoded, x, wanted.storage)
-
-    try:
-        stored = jax.tree.map(stored_like, traced_init(tx, params)[1], state, is_leaf=storage.is_stored)
-    except (ValueError, TypeError) as error:
-        raise ValueError(f"state: not a plain state of tx for these parameters: {error}. {_GIVE_PARAMS}") from error
-    return state_where_kept(tx, stored, params)
-
-
-@jax.tree_util.register_static
-class _Params:
-    """A stand-in for a whole tree of parameters in the probe of an init; it has no leaves."""
+    return state_where_kept(tx, state, params, plain=True)
 
 
 def params_like(tx: optax.GradientTransformation, state: Any) -> Any:
     """Read the parameters' tree off a state of ``tx``, stored or plain: the largest part that is like them."""
-
-    def is_probe(x: Any) -> bool:
-        return isinstance(x, _Params)
 
     def inner(tree: Any) -> Any:
         return jax.tree.map(lambda x: x.inner_state if storage.is_stored(x) else x, tree, is_leaf=storage.is_stored)
@@ -456,13 +438,7 @@ def params_like(tx: optax.GradientTransformation, state: Any) -> Any:
     check_transformation(tx, "(tx, state)")
     copies: list[Any] = []
     try:
-        probe = inner(tx.init(_Params()))  # pyright: ignore[reportArgumentType]
-    except Exception as error:
-        raise ValueError("params: this optimizer's init must see them; give them as params=.") from error
-    try:
-        jax.tree.map(
-            lambda p, part: copies.append(part) if is_probe(p) else None, probe, inner(state), is_leaf=is_probe
-        )
+        optax.tree.map_params(lambda p: inner(tx.init(p)), copies.append, inner(state), is_leaf=lambda _: True)
     except Exception as error:
         raise ValueError(
             f"state: got a {type(state).__name__} that is not like the state that this optimizer's init gives. Fix: "

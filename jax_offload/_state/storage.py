@@ -502,6 +502,19 @@ def decoded(x: Encoded) -> jax.Array:
     return composite(decode, x.values, *scale, storage=x.storage)[0].astype(x.dtype)
 
 
+def stored_like(wanted: Any, x: Any) -> Any:
+    """Encode a node or a leaf of a plain state as ``wanted`` is, each leaf in its place; the rounds begin anew."""
+    if is_stored(wanted):
+        inner = jax.tree.map(stored_like, wanted.inner_state, x, is_leaf=is_encoded)
+        return StoredState(np.zeros((), np.int32), inner)
+    if not is_encoded(wanted):
+        return x
+    got, expected = (np.shape(x), np.dtype(x.dtype).name), (wanted.values.shape, wanted.dtype)
+    if got != expected:
+        raise ValueError(f"a leaf is {got[1]}{list(got[0])}, and tx has {expected[1]}{list(expected[0])}")
+    return in_place(encoded, x, wanted.storage)
+
+
 def with_storage(
     inner: optax.GradientTransformationExtraArgs, rules: Rules, min_bytes: int
 ) -> optax.GradientTransformationExtraArgs:
