@@ -163,7 +163,7 @@ def offload(
     rules = rules_of(storage)
     optimizer = inner = optax.with_extra_args_support(inner)
     inner = with_storage(inner, rules, min_bytes) if rules else inner
-    nothing_moves = policy.fraction == 0 and not policy.shard_over and not rules
+    nothing_moves = policy.moves_nothing and not policy.shard_over and not rules
     remembered = arguments.Remembered()
     home = Home()
 

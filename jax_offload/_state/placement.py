@@ -92,9 +92,7 @@ def place(policy: Policy, state: Any, params: Any) -> list[Leaf]:
     of_params, of_state = leaves_with_paths(params), leaves_with_paths(state)
     backward = backward_ranks(params, policy.order)
     names = names_of([path for path, _ in of_params])
-    fraction, select, share = (
-        _per_parameter(name, getattr(policy, name), params, names) for name in ("fraction", "select", "update_on")
-    )
+    fraction, select, share = (each.of(params, names) for each in (policy.fraction, policy.select, policy.update_on))
 
     leaves: list[Leaf] = []
     asked: list[bool] = []  # the values of select for the leaves that may move
@@ -114,9 +112,9 @@ def place(policy: Policy, state: Any, params: Any) -> list[Leaf]:
         leaves.append(found)
     if asked and not any(asked):
         raise ValueError(
-            f"select: {policy.select!r} selects none of the {len(asked)} leaves that may move. A function is called "
-            f"with a parameter's path and a leaf; the paths are {', '.join(names[:8])}. Fix: select some "
-            "of these, or write fraction=0 instead, which moves nothing."
+            f"select: {policy.select.given!r} selects none of the {len(asked)} leaves that may move. A function is "
+            f"called with a parameter's path and a leaf; the paths are {', '.join(names[:8])}. Fix: select some of "
+            "these, or write fraction=0 instead, which moves nothing."
         )
     hosts = _first_leaves(leaves, fractions, whole=False)
     leaves = [
@@ -158,7 +156,7 @@ def marked(state: Any, plan: Sequence[Leaf], disk: Disk | None) -> Any:
 
 def warn_of_nothing(plan: Sequence[Leaf], policy: Policy) -> None:
     """Warn if nothing will be offloaded, unless ``fraction=0`` asks for it."""
-    moved = policy.fraction == 0 or any(leaf.host or leaf.shard_over for leaf in plan)
+    moved = policy.moves_nothing or any(leaf.host or leaf.shard_over for leaf in plan)
     if not moved and any(leaf.nbytes and leaf.shape for leaf in plan):
         reasons = sorted({leaf.why for leaf in plan if leaf.nbytes and leaf.shape})
         largest = max(leaf.nbytes for leaf in plan)
@@ -238,97 +236,150 @@ def _in_order(leaves: Sequence[Leaf], chosen: Sequence[int], *, whole: bool) -> 
 # ---- the options, checked and read for each parameter
 
 
-@dataclasses.dataclass(frozen=True)
-class Rules:
-    """An option as regular expressions: the first that is found in a parameter's path gives its value, none gives 0."""
-
-    patterns: tuple[str, ...]
-    values: tuple[Any, ...]
-    given: Any
-
-    def __repr__(self) -> str:  # errors show the value as given
-        return repr(self.given)
-
-
 _SIDES = {"device": 0.0, "host": 1.0}
-_EXPECTED = {
-    "fraction": "a float in [0, 1], or a pytree prefix of the parameters with one per subtree; got {!r}. fraction=0.5 "
-    "offloads half of the eligible bytes.",
-    "select": "regular expressions, a callable on (path, leaf), or a pytree prefix of the parameters with a bool per "
-    "subtree; got {!r}.",
-    "update_on": "'device', 'host', the share in [0, 1] that the host's cores update, a pytree prefix of the "
-    "parameters with one of these per subtree, or pairs of a regular expression and one of these; got {!r}. With "
-    "update_on=0.3 the cores update 30 % of the bytes in host memory, with [('embed', 'host')] the embedding.",
+
+
+def _share(x: Any) -> float | None:
+    is_number = isinstance(x, (int, float, np.floating)) and not isinstance(x, bool)
+    return float(x) if is_number and 0 <= x <= 1 else None
+
+
+# For each option that has a value for each parameter: the meaning of a value, ``None`` if it has none, and what to say.
+_MEANINGS: dict[str, tuple[Callable[[Any], Any], str]] = {
+    "fraction": (
+        _share,
+        "a float in [0, 1], or a pytree prefix of the parameters with one per subtree; got {!r}. fraction=0.5 "
+        "offloads half of the eligible bytes.",
+    ),
+    "select": (
+        lambda x: bool(x) if isinstance(x, (bool, np.bool_)) else None,
+        "regular expressions, a callable on (path, leaf), or a pytree prefix of the parameters with a bool per "
+        "subtree; got {!r}.",
+    ),
+    "update_on": (
+        lambda x: _SIDES.get(x) if isinstance(x, str) else _share(x),
+        "'device', 'host', the share in [0, 1] that the host's cores update, a pytree prefix of the "
+        "parameters with one of these per subtree, or pairs of a regular expression and one of these; got {!r}. With "
+        "update_on=0.3 the cores update 30 % of the bytes in host memory, with [('embed', 'host')] the embedding.",
+    ),
 }
 
 
-@dataclasses.dataclass(frozen=True)
-class Policy:
-    """The placement options of ``offload``, checked.
-
-    ``fraction``, ``select`` and ``update_on`` have one value for all parameters, a pytree prefix of them, or ``Rules``.
+class Choice:
+    """An option that has a value for each parameter.
 
     Attributes:
-      fraction: the share of the eligible bytes that moves, from 0 to 1.
-      select: whether state may move; or a function of a parameter's path and a state leaf that says so.
-      min_bytes: the size in bytes below which a leaf stays.
-      window: in bytes.
-      order: regular expressions in the order of the backward pass.
-      shard_over: the names of mesh axes.
-      update_on: the share of the bytes in host memory that the host's cores update, from 0 to 1.
-      disk: a ``jax_offload.disk``, or ``None``.
+      given: the option as it was given.
+      rules: regular expressions: the first that is found in a parameter's path gives its value, none gives 0; ``None``
+        if the option is not given by rules.
+      values: the values of the rules, or a prefix of the parameters' tree with values; or a function.
+    """
+
+    rules: tuple[str, ...] | None = None
+
+    def __init__(self, name: str, given: Any) -> None:
+        self.name, self.given = name, given
+        self.values: Any = given
+        values = given
+        if self.is_function:
+            _check_takes_two(given)
+            return
+        if name == "select" and _are_strings(given):
+            self.rules = (given,) if isinstance(given, str) else tuple(given)
+            values = (True,) * len(self.rules)
+        elif name == "update_on" and _are_rules(given):
+            self.rules, values = zip(*given, strict=True)
+        meaning, expected = _MEANINGS[name]
+
+        def one(x: Any) -> Any:
+            if (found := meaning(x)) is None:
+                raise ValueError(f"{name}: expected {expected.format(given)}")
+            return found
+
+        self.values = one(None) if values is None else jax.tree.map(one, values)
+
+    @property
+    def is_function(self) -> bool:
+        """Whether it is a function of a path and a leaf. A prefix may be a model, which is callable too."""
+        return self.name == "select" and callable(self.values)
+
+    def of(self, params: Any, names: Sequence[str]) -> Callable[[int | None], Governing]:
+        """Return a function of a parameter's number, or of ``None`` for a leaf without one.
+
+        Args:
+          params: the parameters.
+          names: their paths.
+        """
+        if self.is_function:
+            return lambda i: None if i is None else (0, self.values)
+        if self.rules is None and jax.tree_util.all_leaves([self.values]):
+            return lambda i: (0, self.values)
+        if not names:
+            return lambda i: None
+        if self.rules is not None:
+            leaves, above = [*self.values, 0.0], matches(self.name, self.rules, names)
+        else:
+            leaves, treedef = jax.tree.flatten(self.values)
+            try:
+                above = jax.tree.leaves(jax.tree.broadcast(jax.tree.unflatten(treedef, range(len(leaves))), params))
+            except ValueError as error:
+                raise ValueError(
+                    f"{self.name}: expected a single value or a pytree prefix of the parameters.\n"
+                    f"  got        {self.given!r}\n  parameters {jax.tree.structure(params)}\n{error}"
+                ) from error
+        return lambda i: None if i is None else (above[i], leaves[above[i]])
+
+
+class Policy:
+    """The placement options of ``offload``, checked: see there.
 
     Raises:
       ValueError: an option is out of range, or two do not go together.
     """
 
-    fraction: Any = 1.0
-    select: Select = None
-    min_bytes: int = DEFAULT_MIN_BYTES
-    window: int | None = None
-    order: Order = None
-    shard_over: Any = None
-    update_on: Any = "device"
-    disk: Any = None
-
-    def __post_init__(self) -> None:
-        check_integer("min_bytes", self.min_bytes, 0, "a number of bytes >= 0, an int", "2**16 are 64 KiB.")
-        if self.window is not None:
-            check_integer("window", self.window, 1, "a number of bytes > 0, an int, or None", "2**28 are 256 MiB.")
-        if self.order is not None and (isinstance(self.order, str) or not _are_strings(self.order)):
+    def __init__(
+        self,
+        fraction: Any = 1.0,
+        select: Select = None,
+        min_bytes: int = DEFAULT_MIN_BYTES,
+        window: int | None = None,
+        order: Order = None,
+        shard_over: Any = None,
+        update_on: Any = "device",
+        disk: Any = None,
+    ) -> None:
+        check_integer("min_bytes", min_bytes, 0, "a number of bytes >= 0, an int", "2**16 are 64 KiB.")
+        if window is not None:
+            check_integer("window", window, 1, "a number of bytes > 0, an int, or None", "2**28 are 256 MiB.")
+        if order is not None and (isinstance(order, str) or not _are_strings(order)):
             raise ValueError(
                 "order: expected regular expressions, in the order in which the gradients that they match appear "
-                f"in the backward pass; got {self.order!r}. For example order=['head', 'layers', 'embed']."
+                f"in the backward pass; got {order!r}. For example order=['head', 'layers', 'embed']."
             )
-        select, update_on = self.select, self.update_on
-        if select is None:
-            select = True
-        elif callable(select):
-            _check_takes_two(select)
-        elif _are_strings(select):
-            patterns = (select,) if isinstance(select, str) else tuple(select)
-            select = Rules(patterns, (True,) * len(patterns), select)
-        if _are_rules(update_on):
-            patterns, values = zip(*update_on, strict=True)
-            update_on = Rules(patterns, values, update_on)
-        checked = {
-            "fraction": _checked("fraction", self.fraction, _share),
-            "select": select if callable(select) else _checked("select", select, _choice),
-            "shard_over": _axes(self.shard_over),
-            "update_on": _checked("update_on", update_on, lambda x: _SIDES.get(x) if isinstance(x, str) else _share(x)),
-        }
-        for name, said in checked.items():
-            object.__setattr__(self, name, said)
-        if self.disk is not None and not isinstance(self.disk, Disk):
-            named = repr(self.disk) if isinstance(self.disk, str | PurePath) else "'/nvme/run'"
-            raise TypeError(f"disk: expected a jo.disk(directory, ...), got {self.disk!r}. Fix: disk=jo.disk({named}).")
-        if self.fraction == 0 and (self.update_on != 0 or self.disk is not None):
-            name = "update_on" if self.disk is None else "disk"
+        axes = (shard_over,) if isinstance(shard_over, str) else () if shard_over is None else shard_over
+        if shard_over is not None and (not axes or not _are_strings(axes)):
+            raise ValueError(f"shard_over: expected the name of a mesh axis, or several; got {shard_over!r}.")
+        if len(set(axes)) < len(axes):
+            raise ValueError(f"shard_over: names an axis twice: {shard_over!r}.")
+        if disk is not None and not isinstance(disk, Disk):
+            named = repr(disk) if isinstance(disk, str | PurePath) else "'/nvme/run'"
+            raise TypeError(f"disk: expected a jo.disk(directory, ...), got {disk!r}. Fix: disk=jo.disk({named}).")
+        self.fraction, self.select = Choice("fraction", fraction), Choice("select", True if select is None else select)
+        self.update_on = Choice("update_on", update_on)
+        self.min_bytes, self.order, self.shard_over, self.disk = min_bytes, order, tuple(axes), disk
+        on_device = self.update_on.values == 0
+        if self.moves_nothing and not (on_device and disk is None):
+            name = "update_on" if disk is None else "disk"
             raise ValueError(f"{name}: with fraction=0 nothing leaves the device. Fix: leave one of them out.")
-        if self.disk is not None and self.update_on != 0:
+        if disk is not None and not on_device:
             raise ValueError(
                 f"disk: the device updates leaves on disk; got update_on={update_on!r} too. Fix: leave one of them out."
             )
+
+    @property
+    def moves_nothing(self) -> bool:
+        """Whether ``fraction=0`` keeps everything on the device."""
+        return self.fraction.values == 0
 
 
 def _are_strings(said: Any) -> bool:
@@ -346,80 +397,13 @@ def _are_rules(update_on: Any) -> bool:
     )
 
 
-def _checked(name: str, said: Any, meaning: Callable[[Any], Any]) -> Any:
-    """Replace each value of an option by its meaning; a value without one, ``None``, is an error."""
-
-    def one(x: Any) -> Any:
-        if (found := meaning(x)) is None:
-            raise ValueError(f"{name}: expected {_EXPECTED[name].format(said)}")
-        return found
-
-    if isinstance(said, Rules):
-        return dataclasses.replace(said, values=tuple(map(one, said.values)))
-    return jax.tree.map(one, said) if said is not None else one(said)
-
-
-def _share(x: Any) -> float | None:
-    is_number = isinstance(x, (int, float, np.floating)) and not isinstance(x, bool)
-    return float(x) if is_number and 0 <= x <= 1 else None
-
-
-def _choice(x: Any) -> bool | None:
-    return bool(x) if isinstance(x, (bool, np.bool_)) else None
-
-
-def _axes(shard_over: Any) -> tuple[str, ...]:
-    """Return ``shard_over`` as a tuple of names."""
-    axes = (shard_over,) if isinstance(shard_over, str) else shard_over
-    if axes is None:
-        return ()
-    if not axes or not _are_strings(axes):
-        raise ValueError(f"shard_over: expected the name of a mesh axis, or several; got {shard_over!r}.")
-    if len(set(axes)) < len(axes):
-        raise ValueError(f"shard_over: names an axis twice: {shard_over!r}.")
-    return tuple(axes)
-
-
 def _check_takes_two(select: Callable[..., Any]) -> None:
     try:
-        signature = inspect.signature(select)
+        inspect.signature(select).bind("path", None)
     except ValueError:  # a builtin may have no signature
         return
-    try:
-        signature.bind("path", None)
     except TypeError as error:
         raise TypeError(
             f"select: a callable is called with a parameter's path and a state leaf: {error}. For example "
             'select=lambda path, leaf: "embed" in path.'
         ) from error
-
-
-def _per_parameter(name: str, said: Any, params: Any, names: Sequence[str]) -> Callable[[int | None], Governing]:
-    """Return the option ``name`` as a function of a parameter's number, or of ``None`` for a leaf without one.
-
-    Args:
-      name: the option.
-      said: its value, a prefix of the parameters' tree, ``Rules`` for their paths, or a function.
-      params: the parameters.
-      names: their paths.
-    """
-    if name == "select" and callable(said):  # a prefix may be a model, which is callable too
-        return lambda i: None if i is None else (0, said)
-    if not isinstance(said, Rules) and jax.tree_util.all_leaves([said]):
-        return lambda i: (0, said)
-    if not names:
-        return lambda i: None
-    if isinstance(said, Rules):
-        values = [*said.values, 0.0]
-        found = [(k, values[k]) for k in matches(name, said.patterns, names)]
-    else:
-        leaves, treedef = jax.tree.flatten(said)
-        try:
-            above = jax.tree.leaves(jax.tree.broadcast(jax.tree.unflatten(treedef, range(len(leaves))), params))
-        except ValueError as error:
-            raise ValueError(
-                f"{name}: expected a single value or a pytree prefix of the parameters.\n"
-                f"  got        {said!r}\n  parameters {jax.tree.structure(params)}\n{error}"
-            ) from error
-        found = [(k, leaves[k]) for k in above]
-    return lambda i: None if i is None else found[i]
