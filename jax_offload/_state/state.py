@@ -6,6 +6,7 @@ allocated.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -148,21 +149,17 @@ def check_typed(sharded: Layouts, error: Exception) -> None:
 def resharded(tree: Any, shardings: Mapping[str, Sharding], like: Any = None) -> Any:
     """Constrain the leaves of a tree like the parameters to the shardings that are given for their paths.
 
-    Gradients of single examples have one axis more than ``like``, the parameters; on Auto axes they stay unchanged.
+    Gradients of single examples, which have one axis more than ``like``, the parameters, stay as they are.
     """
     if not shardings:
         return tree
     shapes = {path: np.shape(x) for path, x in by_key(like).items()}
 
     def one(path: Any, x: Any) -> Any:
-        sharding, shape = shardings.get(key_of(path)), shapes.get(key_of(path), np.shape(x))
-        if on_host(x):  # divided once it is loaded
+        key, shape = key_of(path), np.shape(x)
+        if on_host(x) or shapes.get(key, shape) != shape:  # a leaf on the host is divided once it is loaded
             return x
-        if sharding is None or shape == np.shape(x):
-            return constrained(x, sharding)
-        if shape == np.shape(x)[1:] and isinstance(sharding, NamedSharding) and typed_sharding(jax.typeof(x)):
-            return constrained(x, sharding.update(spec=PartitionSpec(None, *sharding.spec)))
-        return x
+        return constrained(x, shardings.get(key))
 
     return jax.tree_util.tree_map_with_path(one, tree)
 
@@ -231,26 +228,21 @@ def axes_in_parameter(
       The axes of each leaf; ``None`` if they are not known.
     """
     flat, treedef = jax.tree.flatten(params)
-    unknown: list[Axes | None] = [None] * len(leaves)
-    if all(i is None or len(shape) in (0, len(np.shape(flat[i]))) for i, shape in leaves):
-        return unknown
-    changed = [jax.ShapeDtypeStruct(_distinct(np.shape(x)), x.dtype) for x in flat]
-    try:
-        with described(()):
+    shapes, probe = [np.shape(x) for x in flat], list[Any]()
+    if any(i is not None and len(shape) not in (0, len(shapes[i])) for i, shape in leaves):
+        changed = [jax.ShapeDtypeStruct(_distinct(np.shape(x)), x.dtype) for x in flat]
+        with contextlib.suppress(Exception), described(()):  # an init may look at more than shapes
             probe = jax.tree.leaves(jax.eval_shape(init, jax.tree.unflatten(treedef, changed)))
-    except Exception:  # an init that looks at more than shapes
-        return unknown
+    if len(probe) != len(leaves):
+        return [None] * len(leaves)
 
     def axes(i: int | None, shape: tuple[int, ...], probed: tuple[int, ...]) -> Axes | None:
         if i is None or len(shape) != len(probed):
             return None
-        at, param = changed[i].shape, np.shape(flat[i])
-        return tuple(
-            at.index(m) if m in at and param[at.index(m)] == n else None for n, m in zip(shape, probed, strict=True)
-        )
+        at = {sizes: axis for axis, sizes in enumerate(zip(_distinct(shapes[i]), shapes[i], strict=True))}
+        return tuple(at.get(sizes) for sizes in zip(probed, shape, strict=True))
 
-    same = len(probe) == len(leaves)
-    return [axes(*leaf, x.shape) for leaf, x in zip(leaves, probe, strict=True)] if same else unknown
+    return [axes(*leaf, x.shape) for leaf, x in zip(leaves, probe, strict=True)]
 
 
 def _distinct(shape: tuple[int, ...]) -> tuple[int, ...]:
