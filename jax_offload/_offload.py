@@ -47,7 +47,6 @@ from jax_offload._state.arguments import described
 from jax_offload._state.masters import checked_update
 from jax_offload._state.placement import Policy, Select, marked, place, place_next, warn_of_nothing
 from jax_offload._state.state import (
-    check_not_manual,
     check_typed,
     created,
     described_state,
@@ -173,7 +172,7 @@ def offload(
         own = arguments.shardings_of(params)
 
         def create(params: Any) -> Any:
-            with arguments.within_offload():
+            with arguments.within(within_offload=True):
                 state = inner.init(loaded(params))
             plan = place(policy, state, params)
             known = {**remembered.unambiguous(params), **own}  # of others out_shardings say how the state is divided
@@ -227,7 +226,6 @@ def offload(
         plan = place(policy, state, like)
         sharded: Layouts = {}
         if policy.shard_over:
-            check_not_manual()
             sharded = partitions(plan, like, shardings, remembered)
         arguments.arrived(home, jax.tree.leaves(state), plan)
         state = returned(state, plan)
@@ -247,7 +245,7 @@ def offload(
             like = updates if params is None else params
             updates, params = resharded(updates, sharded, params), sharded_params(params, options)
             try:
-                with arguments.within_offload():
+                with arguments.within(within_offload=True):
                     updates, new = checked_update(inner, updates, old, params, **extra_args)
             except Exception as error:
                 check_typed(sharded, error)
@@ -316,7 +314,8 @@ def update_params(
 
     def recipe(grads: Any, state: Any, params: Any, extra_args: Any, skip: Any) -> Any:
         old, (grads, params, extra_args) = params, loaded((grads, params, extra_args))
-        with arguments.gathering() as options:
+        options: list[Any] = []
+        with arguments.within(gathered=options):
             try:
                 updates, after = tx.update(grads, state, params, **extra_args)
             except ValueError as error:

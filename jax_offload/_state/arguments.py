@@ -73,7 +73,8 @@ def facts() -> Around:
 
 
 @contextlib.contextmanager
-def _within(**changes: Any) -> Iterator[None]:
+def within(**changes: Any) -> Iterator[None]:
+    """A context with other facts."""
     token = _AROUND.set(dataclasses.replace(_AROUND.get(), **changes))
     try:
         yield
@@ -89,27 +90,14 @@ def described(params: Any = None, *, remember: bool = False) -> contextlib.Abstr
       remember: whether each ``offload`` remembers the parameters' shardings.
     """
     told = {} if params is None else {"shardings": _shardings_in(params)}
-    return _within(runs=False, remembers=remember, **told)
-
-
-def within_offload() -> contextlib.AbstractContextManager[None]:
-    """Inside, an ``offload`` traces the optimizer that it wraps, which has to be a plain one."""
-    return _within(within_offload=True)
-
-
-@contextlib.contextmanager
-def gathering() -> Iterator[list[Any]]:
-    """Inside, an ``offload`` leaves updates divided that ZeRO-1 divides, and appends its options to the list."""
-    options: list[Any] = []
-    with _within(gathered=options):
-        yield options
+    return within(runs=False, remembers=remember, **told)
 
 
 @contextlib.contextmanager
 def loading(states: list[Any]) -> Iterator[None]:
     """Inside, a step computes with what ``load`` returns, and an update streams the origins of these values. Those of
     a state are appended to ``states``."""
-    with _within(loaded=list[tuple[Any, Any]](), states=states):
+    with within(loaded=list[tuple[Any, Any]](), states=states):
         yield
 
 
@@ -205,7 +193,7 @@ def compiled_where_eager(like: Callable[..., Any]) -> Callable[[Callable[..., An
         def run(treedef: Any, given: tuple[Any, ...], shardings: tuple[Any, ...], operands: list[Any]) -> Any:
             values = iter(operands)
             args, kwargs = jax.tree.unflatten(treedef, [next(values) if x is None else x[1] for x in given])
-            with _within(shardings=dict(shardings), runs=True, remembers=True):
+            with within(shardings=dict(shardings), runs=True, remembers=True):
                 return fun(*args, **kwargs)
 
         @functools.wraps(fun)

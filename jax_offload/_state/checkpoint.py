@@ -14,7 +14,7 @@ import functools
 import re
 import tempfile
 import warnings
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -379,16 +379,12 @@ def _works(ocp: Any) -> bool:
 def checksums(leaves: Sequence[Any]) -> list[int]:
     """Compute the checksum of each leaf, an array or a number, in 64 bits.
 
-    Shards on a device are copied to the host, at most eight at a time. With several processes it is a
-    collective: all must call it with the same leaves.
+    Shards on a device are copied to the host, at most eight at a time, each of another leaf. With several processes it
+    is a collective: all must call it with the same leaves.
     """
     leaves = [jax.random.key_data(x) if is_key(x) else x if hasattr(x, "dtype") else np.asarray(x) for x in leaves]
-    shards = [(i, *shard) for i, x in enumerate(leaves) for shard in _shards_here(x)]
-    sums = [0] * len(leaves)
     with ThreadPoolExecutor(_THREADS) as pool:
-        for i, part in pool.map(lambda shard: (shard[0], _sum_of_shard(*shard[1:])), shards):
-            sums[i] += part
-    found = np.array([x % 2**64 for x in sums], np.uint64)
+        found = np.array([x % 2**64 for x in pool.map(_sum_here, leaves)], np.uint64)
     if jax.process_count() > 1:
         from jax.experimental import multihost_utils
 
@@ -402,23 +398,23 @@ def is_key(x: Any) -> bool:
     return hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
 
 
-def _shards_here(x: Any) -> Iterator[tuple[Any, tuple[int, ...]]]:
-    """Yield the shards of ``x`` that this process sums, the first replica of each, with their starts in ``x``."""
-    if isinstance(x, jax.Array):
-        for shard in x.addressable_shards:
-            if shard.replica_id == 0:
-                yield shard.data, tuple(cut.indices(n)[0] for cut, n in zip(shard.index, x.shape, strict=True))
-    elif jax.process_index() == 0:
-        yield x, (0,) * x.ndim
+def _sum_here(x: Any) -> int:
+    """Sum the shards of a leaf that this process sums, the first replica of each."""
+    if not isinstance(x, jax.Array):
+        return _sum_of_shard(x, (0,) * x.ndim) if jax.process_index() == 0 else 0
+    total = 0
+    for shard in x.addressable_shards:
+        if shard.replica_id == 0:
+            start = tuple(cut.indices(n)[0] for cut, n in zip(shard.index, x.shape, strict=True))
+            # jax keeps the copy on the host for as long as the array lives, so the copy is made of an alias.
+            one = jax.make_array_from_single_device_arrays(shard.data.shape, shard.data.sharding, [shard.data])
+            total += _sum_of_shard(one, start)
+    return total
 
 
 def _sum_of_shard(shard: Any, start: tuple[int, ...]) -> int:
-    if isinstance(shard, jax.Array):
-        # jax keeps the copy on the host for as long as the array lives, so the copy is made of an alias.
-        shard = jax.make_array_from_single_device_arrays(shard.shape, shard.sharding, [shard])
-    values = np.ascontiguousarray(shard)  # which has an axis at least
+    values, start = np.ascontiguousarray(shard), start or (0,)  # an array has an axis at least
     words = values.view(f"uint{8 * min(4, values.dtype.itemsize)}")
-    start = start or (0,)
     if (count := values.dtype.itemsize // 4) > 1:
         words, start = words.reshape(*values.shape, count), (*start, 0)
     return _keyed_sum(words, start)

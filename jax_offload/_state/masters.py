@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax import lax
 
@@ -90,12 +92,10 @@ def with_master_params(
     if isinstance(inner, optax.MultiSteps):
         inner = inner.gradient_transformation()
     check_inner(inner)
-    try:
-        given, dtype = dtype, jnp.dtype(dtype)
-    except TypeError:
-        given, dtype = dtype, jnp.dtype(bool)
-    if not jnp.issubdtype(dtype, jnp.floating):
-        raise ValueError(f"dtype: expected a floating dtype for master parameters, got {given!r}.")
+    with contextlib.suppress(TypeError):
+        dtype = jnp.dtype(dtype)
+    if not (isinstance(dtype, np.dtype) and jnp.issubdtype(dtype, jnp.floating)):
+        raise ValueError(f"dtype: expected a floating dtype for master parameters, got {dtype!r}.")
     if not isinstance(low_bits, bool):
         raise ValueError(f"low_bits: expected True or False; got {low_bits!r}.")
     if low_bits and dtype != jnp.float32:
@@ -133,21 +133,17 @@ def with_master_params(
         leaves, treedef = jax.tree.flatten(params)
         masters = _masters_like(state, treedef)
         follow = _joined if low_bits else _following
-        own = [None if m is None else follow(p, m) for p, m in zip(leaves, masters, strict=True)]
-        precise = jax.tree.unflatten(treedef, [p if m is None else m for p, m in zip(leaves, own, strict=True)])
-        wide = [g if m is None else g.astype(dtype) for g, m in zip(treedef.flatten_up_to(updates), own, strict=True)]
-        steps, inner_state = inner.update(jax.tree.unflatten(treedef, wide), state.inner_state, precise, **extra_args)
+        precise = [p if m is None else follow(p, m) for p, m in zip(leaves, masters, strict=True)]
+        grads = zip(treedef.flatten_up_to(updates), masters, strict=True)
+        wide = jax.tree.unflatten(treedef, [g if m is None else g.astype(dtype) for g, m in grads])
+        steps, inner_state = inner.update(wide, state.inner_state, jax.tree.unflatten(treedef, precise), **extra_args)
         _check_order(inner_state)
-        out, kept = [], []
-        for p, m, u in zip(leaves, own, treedef.flatten_up_to(steps), strict=True):
-            if m is None:
-                out.append(u)
-                kept.append(optax.MaskedNode())
-                continue
-            new = m + u.astype(dtype)
-            step, new = _landing(p, new) if low_bits else (rounded(new, p.dtype) - p.astype(dtype), new)
-            out.append(mark(step, LANDING))
-            kept.append(new)
+        out, kept = treedef.flatten_up_to(steps), [optax.MaskedNode() if m is None else m for m in masters]
+        for k, p in enumerate(leaves):
+            if masters[k] is not None:
+                new = precise[k] + out[k].astype(dtype)
+                step, kept[k] = _landing(p, new) if low_bits else (rounded(new, p.dtype) - p.astype(dtype), new)
+                out[k] = mark(step, LANDING)
         return jax.tree.unflatten(treedef, out), MasterState(jax.tree.unflatten(treedef, kept), inner_state)
 
     return WithMasterParams(init_fn, update_fn)

@@ -5,6 +5,7 @@ Nothing here asks for a device, so every process of a multi-host run and every t
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import inspect
 import warnings
@@ -282,7 +283,14 @@ class Choice:
         self.values: Any = given
         values = given
         if self.is_function:
-            _check_takes_two(given)
+            with contextlib.suppress(ValueError):  # a builtin may have no signature
+                try:
+                    inspect.signature(given).bind("path", None)
+                except TypeError as error:
+                    raise TypeError(
+                        "select: a callable is called with a parameter's path and a state leaf: "
+                        f'{error}. For example select=lambda path, leaf: "embed" in path.'
+                    ) from error
             return
         if name == "select" and _are_strings(given):
             self.rules = (given,) if isinstance(given, str) else tuple(given)
@@ -395,15 +403,3 @@ def _are_rules(update_on: Any) -> bool:
         and all(isinstance(x, (list, tuple)) and len(x) == 2 and isinstance(x[0], str) for x in update_on)
         and not all(rule in _SIDES for rule, _ in update_on)
     )
-
-
-def _check_takes_two(select: Callable[..., Any]) -> None:
-    try:
-        inspect.signature(select).bind("path", None)
-    except ValueError:  # a builtin may have no signature
-        return
-    except TypeError as error:
-        raise TypeError(
-            f"select: a callable is called with a parameter's path and a state leaf: {error}. For example "
-            'select=lambda path, leaf: "embed" in path.'
-        ) from error

@@ -101,8 +101,14 @@ def partitions(plan: Sequence[Leaf], params: Any, shardings: Shardings, remember
       remembered: the shardings of earlier calls, for the message.
 
     Raises:
-      ValueError: the sharding of a parameter is not known.
+      ValueError: the sharding of a parameter is not known; or the trace is inside ``shard_map``, where gradients cannot
+        be divided over axes of the mesh.
     """
+    if manual := jax.sharding.get_abstract_mesh().manual_axes:
+        raise ValueError(
+            f"shard_over: update is traced inside shard_map, manual over {manual}. Take it out of shard_map, or leave "
+            "shard_over out and divide the state yourself."
+        )
     found: Layouts = {}
     for name, x, leaf in divided(plan, params).values():
         if name not in shardings:
@@ -125,15 +131,6 @@ def divided(plan: Sequence[Leaf], params: Any) -> dict[int | None, tuple[str, An
     """Return the path and the value of each parameter, by its number, of which ZeRO-1 divides a leaf; and the leaf."""
     flat = [(key_of(path), x) for path, x in leaves_with_paths(params)]
     return {leaf.owner: (*flat[leaf.owner], leaf) for leaf in plan if leaf.shard_over and leaf.owner is not None}
-
-
-def check_not_manual() -> None:
-    """Raise ``ValueError`` inside ``shard_map``, where gradients cannot be divided over axes of the mesh."""
-    if manual := jax.sharding.get_abstract_mesh().manual_axes:
-        raise ValueError(
-            f"shard_over: update is traced inside shard_map, manual over {manual}. Take it out of shard_map, or leave "
-            "shard_over out and divide the state yourself."
-        )
 
 
 def check_typed(sharded: Layouts, error: Exception) -> None:

@@ -31,7 +31,7 @@ from jax.sharding import PartitionSpec
 from jax.tree_util import keystr
 
 from jax_offload._program import memory
-from jax_offload._program.arrays import KeyPath, check_integer, first_matches, leaves_with_paths, nbytes, types_of
+from jax_offload._program.arrays import check_integer, first_matches, leaves_with_paths, nbytes, types_of
 from jax_offload._program.memory import constrained, padded, shards_of, typed_sharding
 from jax_offload._program.primitives import composite, opaque
 from jax_offload._state.masters import MasterState
@@ -217,7 +217,8 @@ def _power_for(largest: jax.Array, dtype: str) -> jax.Array:
     Rounding up then neither overflows nor changes the scale.
     """
     last = math.frexp(float(jnp.finfo(dtype).max))[1] - 1
-    power = _clamped(_ceil_log2(largest) - last, 126)
+    least = ((lax.bitcast_convert_type(largest, jnp.int32) - 1) >> 23) - 126  # the least power of two not below it
+    power = _clamped(least - last, 126)
     return lax.bitcast_convert_type((power + 127) << 23, jnp.float32)
 
 
@@ -333,11 +334,6 @@ def _power_below(x: jax.Array) -> jax.Array:
     return lax.bitcast_convert_type(lax.bitcast_convert_type(x, jnp.uint32) & 0x7F800000, jnp.float32)
 
 
-def _ceil_log2(x: jax.Array) -> jax.Array:
-    """Return the exponent of the least power of two that is not less than x > 0."""
-    return ((lax.bitcast_convert_type(x, jnp.int32) - 1) >> 23) - 126
-
-
 # ---- a state in these formats
 
 Rules = tuple[tuple[str | None, Storage], ...]  # ``None`` matches every leaf
@@ -371,9 +367,8 @@ class StoredState(NamedTuple):
 
     Attributes:
       rounds: the number of updates, an int32 scalar, which seeds stochastic rounding.
-      inner_state: the state of the wrapped transformation, with some leaves ``Encoded``. Their ``values`` have the
-        leaf's shape and the format's dtype; their ``values_scale`` is a float32 for each block of the last axis, or
-        ``None`` if the format has no blocks.
+      inner_state: the state of the wrapped transformation, with some leaves ``Encoded``: with the fields ``values``
+        and ``values_scale``.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax, jax_offload as jo
@@ -422,7 +417,9 @@ def formats(rules: Rules, state: Any, params: Any, min_bytes: int) -> list[Stora
         fix = f"Rules match whole components of these paths: {', '.join(names)}."
         none = "This optimizer keeps none, so there is nothing to store in fewer bits: leave storage out."
         raise ValueError(f"storage: {unused} match no state leaf of rank 1 or more. {fix if names else none}")
-    found, masters = list[Storage | None](), _master_paths(state)
+    nodes = jax.tree_util.tree_flatten_with_path(state, is_leaf=lambda x: isinstance(x, MasterState))[0]
+    masters = [(*path, jax.tree_util.GetAttrKey("master")) for path, x in nodes if isinstance(x, MasterState)]
+    found = list[Storage | None]()
     matching = iter(zip(names, ([*rules, (None, None)][k] for k in first), strict=True))
     for path, x in flat:
         name, (rule, storage) = ("", (None, None)) if stays(x, 0) else next(matching)
@@ -451,11 +448,6 @@ def _unfit(x: Any, storage: Storage, master: bool) -> str:
             "'float8_e4m3fn' or 'float8_e5m2'; or give no format for this leaf, which takes 2 bytes already."
         )
     return ""
-
-
-def _master_paths(state: Any) -> list[KeyPath]:
-    nodes = jax.tree_util.tree_flatten_with_path(state, is_leaf=lambda x: isinstance(x, MasterState))[0]
-    return [(*path, jax.tree_util.GetAttrKey("master")) for path, x in nodes if isinstance(x, MasterState)]
 
 
 def is_encoded(x: Any) -> bool:
@@ -498,8 +490,7 @@ def encoded(x: jax.Array, storage: Storage, seed: Any = None, dtype: str | None 
 
 
 def decoded(x: Encoded) -> jax.Array:
-    scale = [] if x.values_scale is None else [x.values_scale]
-    return composite(decode, x.values, *scale, storage=x.storage)[0].astype(x.dtype)
+    return composite(decode, *jax.tree.leaves(x), storage=x.storage)[0].astype(x.dtype)
 
 
 def stored_like(wanted: Any, x: Any) -> Any:
