@@ -12,7 +12,7 @@ from jax.core import Tracer
 from jax.sharding import SingleDeviceSharding
 
 from jax_offload._disk.disk import Disk
-from jax_offload._disk.leaves import opened
+from jax_offload._disk.leaves import only_outside, opened
 from jax_offload._emit.recipe import (
     checked_skip,
     old_where,
@@ -26,7 +26,7 @@ from jax_offload._emit.recipe import (
 from jax_offload._emit.region import holds_update
 from jax_offload._emit.run import put_whole
 from jax_offload._program import memory
-from jax_offload._program.arrays import Offloaded, is_array, is_traced
+from jax_offload._program.arrays import Offloaded, is_array, is_traced, types_of
 from jax_offload._program.memory import (
     DEFAULT_MIN_BYTES,
     Layouts,
@@ -45,13 +45,12 @@ from jax_offload._schedule.schedule import Options, Order, merged
 from jax_offload._state import arguments
 from jax_offload._state.arguments import described
 from jax_offload._state.masters import checked_update
-from jax_offload._state.placement import Policy, Select, marked, place, place_next, warn_of_nothing
+from jax_offload._state.placement import Policy, Select, marked, place, warn_of_nothing
 from jax_offload._state.state import (
     check_typed,
     created,
     described_state,
     partitions,
-    refused,
     resharded,
     resharded_state,
     state_where_kept,
@@ -180,7 +179,8 @@ def offload(
             state = guarded(state, home=home, where="init")
             if arguments.facts().runs:
                 warn_of_nothing(plan, policy)
-                return refused(state, plan)
+                rows = iter(plan)
+                return jax.tree.map(lambda x: only_outside(x) if next(rows).disk else x, state)
             return marked(state, plan, disk)
 
         leaves = jax.tree.leaves(params)
@@ -250,8 +250,9 @@ def offload(
             except Exception as error:
                 check_typed(sharded, error)
                 raise
-            after = place_next(policy, state, plan, new, like)
-            new = resharded_state(new, after, like, shardings, state if after is plan else None)
+            same = jax.tree.structure(new) == jax.tree.structure(state) and types_of(new) == types_of(state)
+            after = plan if same else place(policy, new, like)
+            new = resharded_state(new, after, like, shardings, state if same else None)
             updates = zero_where(skip, updates)
             updates = updates if gathered_outside else resharded(updates, options.replicated)
             return where_it_was(updates, given), stored(old_where(skip, old, new), [leaf.host for leaf in after])

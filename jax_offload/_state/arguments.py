@@ -15,7 +15,7 @@ import jax
 import numpy as np
 import optax
 from jax.core import Tracer
-from jax.sharding import AbstractMesh, NamedSharding, Sharding
+from jax.sharding import Sharding
 from jax.tree_util import keystr
 
 from jax_offload._disk.leaves import is_on_disk
@@ -148,11 +148,9 @@ class Remembered:
         self._shardings: dict[str, list[Sharding]] = {}
 
     def remember(self, shardings: Shardings) -> None:
-        """Add the shardings of an ``init``'s parameters. A sharding that types carry replaces those known before."""
+        """Add the shardings of an ``init``'s parameters."""
         for path, sharding in shardings.items() if _AROUND.get().remembers else ():
-            mesh = sharding.mesh if isinstance(sharding, NamedSharding) else None
-            typed = isinstance(mesh, AbstractMesh) and bool(mesh.explicit_axes)
-            known = self._shardings.setdefault(path, []) if not typed else [sharding]
+            known = self._shardings.setdefault(path, [])
             if not any(same_sharding(sharding, other) for other in known):
                 known.append(sharding)
 

@@ -75,7 +75,9 @@ def save_args(tree: Any, *, copy: bool = True) -> Any:
         tree = _with_host_copies(tree)
     tree = read_late(ocp, tree)
     leaves = named(tree)
-    sums = dict(zip(leaves, sums_of([*leaves.values()]), strict=True))
+    in_memory = iter(checksums([x for x in leaves.values() if not isinstance(x, Late)]))
+    sums = {k: checksums([np.asarray(x.leaf)])[0] if isinstance(x, Late) else next(in_memory)
+            for k, x in leaves.items()}  # fmt: skip
     return ocp.args.StandardSave(tree, custom_metadata={_NAME: {"by": _MARK, "checksums": sums}})
 
 
@@ -351,12 +353,6 @@ def read_late(ocp: Any, tree: Any) -> Any:
         return Late.of(x)
 
     return jax.tree.map(handed, tree, is_leaf=is_on_disk)
-
-
-def sums_of(leaves: list[Any]) -> list[int]:
-    """Return the checksums of leaves, one after the other for leaves that are read late."""
-    here = iter(checksums([x for x in leaves if not isinstance(x, Late)]))
-    return [checksums([np.asarray(x.leaf)])[0] if isinstance(x, Late) else next(here) for x in leaves]
 
 
 @functools.cache

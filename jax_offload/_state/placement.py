@@ -30,7 +30,6 @@ from jax_offload._program.arrays import (
     names_of,
     nbytes,
     owners,
-    types_of,
 )
 from jax_offload._program.memory import DEFAULT_MIN_BYTES
 from jax_offload._program.primitives import mark
@@ -103,7 +102,7 @@ def place(policy: Policy, state: Any, params: Any) -> list[Leaf]:
         like_param = not why and i is not None and is_like(name, np.shape(x), np.shape(of_params[i][1]))
         if not why and (selected is None or fraction(i) is None):
             why = "belongs to no one parameter"
-        if not why and selected is not None:
+        elif not why and selected is not None:
             asked.append(bool(selected[1](names[i], x) if i is not None and callable(selected[1]) else selected[1]))
             why = "" if asked[-1] else "not selected"
         fractions.append(None if why else fraction(i))
@@ -127,12 +126,6 @@ def place(policy: Policy, state: Any, params: Any) -> list[Leaf]:
         leaves = _with_disk(leaves, policy.disk.host_bytes)
     cores = _first_leaves(leaves, [share(leaf.owner) if leaf.host else None for leaf in leaves], whole=True)
     return [dataclasses.replace(leaf, on_cores=True) if k in cores else leaf for k, leaf in enumerate(leaves)]
-
-
-def place_next(policy: Policy, state: Any, plan: list[Leaf], after: Any, params: Any) -> list[Leaf]:
-    """Place the state ``after``: like ``state``, whose plan is ``plan``, unless a leaf has changed its type."""
-    same = jax.tree.structure(after) == jax.tree.structure(state) and types_of(after) == types_of(state)
-    return plan if same else place(policy, after, params)
 
 
 def marked(state: Any, plan: Sequence[Leaf], disk: Disk | None) -> Any:

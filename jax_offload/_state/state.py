@@ -20,7 +20,7 @@ from jax.core import Tracer
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from jax_offload._disk.disk import Disk
-from jax_offload._disk.leaves import brought, check_in_memory, is_on_disk, only_outside, read_into
+from jax_offload._disk.leaves import brought, check_in_memory, is_on_disk, read_into
 from jax_offload._program import memory
 from jax_offload._program.arrays import by_key, is_like, key_of, leaves_with_paths, owners
 from jax_offload._program.jaxprs import Literal, jaxpr_of, variables
@@ -497,12 +497,6 @@ def _sharding(param: Any) -> Sharding:
 
 
 # ---- a state on disk, made leaf by leaf, so that the whole of it is never in memory
-
-
-def refused(state: Any, plan: Sequence[Leaf]) -> Any:
-    """Make each leaf of a traced ``init`` that belongs in files an error when it is lowered: no program makes files."""
-    rows = iter(plan)
-    return jax.tree.map(lambda x: only_outside(x) if next(rows).disk else x, state)
 
 
 def created(disk: Disk, create: Callable[[Any], Any], params: Any, target: Any) -> optax.OptState:
