@@ -15,7 +15,6 @@ import dataclasses
 import functools
 import math
 import os
-import socket
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
@@ -26,7 +25,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, Sharding, SingleDeviceSharding
 
-from jax_offload._disk.disk import allgathered
 from jax_offload._host.stages import Task, is_sent
 from jax_offload._program.jaxprs import (
     ClosedJaxpr,
@@ -201,16 +199,6 @@ def has_numba() -> bool:
     return True
 
 
-def on_all_threads(size: int, run: Callable[[int, int], None]) -> None:
-    """Call ``run(start, stop)`` for all parts of an array of ``size`` elements, each in the next free thread."""
-    part = max(_AT_LEAST, -(-size // (_PARTS * threads())))
-    starts = range(0, size, part)
-    if len(starts) == 1:
-        run(0, size)
-    else:
-        list(_pool().map(lambda start: run(start, min(start + part, size)), starts))
-
-
 @functools.cache
 def _pool() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(threads(), "jax_offload")
@@ -218,12 +206,8 @@ def _pool() -> ThreadPoolExecutor:
 
 @functools.cache
 def threads() -> int:
-    """Return the number of cores that this process may use: its share of those that other processes may use too."""
-    mine = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
-    # all processes are here, as each comes to its first kernel in the same step
-    said = allgathered([socket.gethostname(), hex(sum(1 << core for core in mine))])
-    masks = [int(mask, 16) for host, mask in said if host == socket.gethostname()]
-    return max(1, int(sum(1 / sum(mask >> core & 1 for mask in masks) for core in mine) + 1e-6))
+    """Return the number of cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 _CONSTRAINTS = ("sharding_constraint", "reshard")
@@ -290,79 +274,80 @@ BFLOAT16 = np.dtype(jnp.bfloat16)
 
 @dataclasses.dataclass(frozen=True)
 class Kernel:
-    """A function ``kernel(start, stop, *arrays, *results, *scalars)`` that updates a range of flat arrays.
+    """An update of one slice: ``kernel(start, stop, *arrays, *results, *scalars)`` updates a range of flat arrays.
 
     Attributes:
-      text: its source.
+      slice: the update.
+      text: the kernel's source.
       signature: its type, in numba's notation.
       arrays, scalars: the positions of the update's inputs that are arrays, and of the inputs that are scalars.
       over: position of an input -> position of the result that overwrites it; other results are arguments.
     """
 
+    slice: Slice
     text: str
     signature: str
     arrays: tuple[int, ...]
     scalars: tuple[int, ...]
     over: Mapping[int, int]
 
-    def run(self, arrays: Sequence[Any], scalars: Sequence[Any]) -> None:
-        """Update arrays of one shape, in all threads."""
-        parts = [np.ascontiguousarray(x).reshape(-1) for x in arrays]
-        parts = [x.view(np.uint16) if x.dtype == BFLOAT16 else x for x in parts]
+    def update(self, given: Sequence[Any]) -> list[jax.Array]:
+        """Return the results, made box by box of the operand that has the most, and divided as it is."""
+        results = self.slice.outputs
+        shards = {i: replicas_of(given[i]) for i in self.arrays}
+        like = max(shards, key=lambda i: len(shards[i]))
+        in_place = {i: k for i, k in self.over.items() if shards[i].keys() == shards[like].keys()}
+        parts = {i: [(own, memory_of(data)) for own, (data, *_) in each.items()] for i, each in shards.items()}
+        made: list[list[tuple[Box, Any]]] = [[] for _ in results]
+        for box in shards[like]:
+            arrays = {i: gathered(each, box) for i, each in parts.items()}
+            arrays |= {i: np.array(arrays[i], order="C") for i in self.over.keys() - in_place.keys()}
+            new = {k: arrays[i] for i, k in self.over.items()}
+            fresh = {k: aligned(box, v.aval.dtype) for k, v in enumerate(results) if k not in new}
+            self._run([*arrays.values(), *fresh.values()], [given[i] for i in self.scalars])
+            for k, x in (new | fresh).items():
+                made[k].append((box, x))
+        for first, *others in (each for i in in_place for each in shards[i].values()):
+            for other in others:
+                memory_of(other)[...] = memory_of(first)
+        found = {k: given[i] for i, k in in_place.items()}
+        for k, v in enumerate(results):
+            if k not in found:
+                place = with_kind(given[like].sharding, HOST_KIND if is_host_aval(v.aval) else DEVICE_KIND)
+                found[k] = assembled(made[k], place, given[like].shape)
+        return [found[k] for k in range(len(results))]
+
+    def _run(self, arrays: Sequence[Any], scalars: Sequence[Any]) -> None:
+        """Update arrays of one shape, each part in the next free thread."""
+        flat = [np.ascontiguousarray(x).reshape(-1) for x in arrays]
+        flat = [x.view(np.uint16) if x.dtype == BFLOAT16 else x for x in flat]
         numbers = [np.asarray(one_of(x))[()] for x in scalars]
         numbers = [np.float32(x) if x.dtype == BFLOAT16 else x for x in numbers]
-        run = _compiled(self.text, self.signature)
-        on_all_threads(parts[0].size, lambda start, stop: run(start, stop, *parts, *numbers))
+        run, size = _compiled(self.text, self.signature), flat[0].size
+        part = max(_AT_LEAST, -(-size // (_PARTS * threads())))
+        if size <= part:
+            run(0, size, *flat, *numbers)
+        else:
+            starts = range(0, size, part)
+            list(_pool().map(lambda start: run(start, min(start + part, size), *flat, *numbers), starts))
 
 
 class OnePass:
     """The updates of a task by kernels, one after the other; a function of arrays in host memory.
-
-    A result is divided between devices in the same way as the operand of its update that has the most parts.
-
-    Args:
-      task: the task.
-      kernels: one for each of its slices.
 
     Attributes:
       written: the inputs that results overwrite; whoever calls must own their memory.
     """
 
     def __init__(self, task: Task, kernels: Sequence[Kernel]) -> None:
-        self._task, self._updates = task, [*zip(task.slices, kernels, strict=True)]
-        self.written = [s.inputs[i] for s, kernel in self._updates for i in kernel.over]
+        self._task, self._kernels = task, kernels
+        self.written = [each.slice.inputs[i] for each in kernels for i in each.over]
 
     def __call__(self, *operands: Any) -> list[Any]:
         env = dict(zip(self._task.inputs, operands, strict=True))
-        for s, kernel in self._updates:
-            env.update(zip(s.outputs, _updated(kernel, values_of(env, s.inputs), s.outputs), strict=True))
+        for each in self._kernels:
+            env.update(zip(each.slice.outputs, each.update(values_of(env, each.slice.inputs)), strict=True))
         return [env[v] for v in self._task.outputs]
-
-
-def _updated(kernel: Kernel, given: Sequence[Any], results: Sequence[Var]) -> list[jax.Array]:
-    """Return the results of an update, box by box of the operand that has the most."""
-    shards = {i: replicas_of(given[i]) for i in kernel.arrays}
-    like = max(shards, key=lambda i: len(shards[i]))
-    in_place = {i: k for i, k in kernel.over.items() if shards[i].keys() == shards[like].keys()}
-    parts = {i: [(own, memory_of(data)) for own, (data, *_) in each.items()] for i, each in shards.items()}
-    made: list[list[tuple[Box, Any]]] = [[] for _ in results]
-    for box in shards[like]:
-        arrays = {i: gathered(each, box) for i, each in parts.items()}
-        arrays |= {i: np.array(arrays[i], order="C") for i in kernel.over.keys() - in_place.keys()}
-        new = {k: arrays[i] for i, k in kernel.over.items()}
-        fresh = {k: aligned(box, v.aval.dtype) for k, v in enumerate(results) if k not in new}
-        kernel.run([*arrays.values(), *fresh.values()], [given[i] for i in kernel.scalars])
-        for k, x in (new | fresh).items():
-            made[k].append((box, x))
-    for first, *others in (each for i in in_place for each in shards[i].values()):
-        for other in others:
-            memory_of(other)[...] = memory_of(first)
-    found = {k: given[i] for i, k in in_place.items()}
-    for k, v in enumerate(results):
-        if k not in found:
-            place = with_kind(given[like].sharding, HOST_KIND if is_host_aval(v.aval) else DEVICE_KIND)
-            found[k] = assembled(made[k], place, given[like].shape)
-    return [found[k] for k in range(len(results))]
 
 
 def one_pass(task: Task, next_of: Mapping[Var, Var], own: Set[Var]) -> OnePass | None:
@@ -373,13 +358,14 @@ def one_pass(task: Task, next_of: Mapping[Var, Var], own: Set[Var]) -> OnePass |
       next_of: result -> the variable whose next value it is.
       own: the inputs that may be overwritten.
     """
+    if not has_numba():
+        return None
     times = Counter(v for s in task.slices for v in s.inputs)
     own = {v for v in own if times[v] == 1}
     try:
-        kernels = [kernel_of(s.jaxpr, _over(s, next_of, own)) for s in task.slices] if has_numba() else None
+        return OnePass(task, [kernel_of(s, _over(s, next_of, own)) for s in task.slices])
     except _NotElementwise:
         return None
-    return None if kernels is None else OnePass(task, kernels)
 
 
 def _over(s: Slice, next_of: Mapping[Var, Var], own: Set[Var]) -> dict[int, int]:
@@ -429,17 +415,13 @@ class _NotElementwise(Exception):
     """An equation is not elementwise, or a kernel would compute other numbers than XLA."""
 
 
-def kernel_of(jaxpr: Jaxpr, over: Mapping[int, int]) -> Kernel:
-    """Generate the kernel of an update.
-
-    Args:
-      jaxpr: the update's; its transfers do nothing on the cores.
-      over: input -> the result that overwrites it, by their positions.
+def kernel_of(s: Slice, over: Mapping[int, int]) -> Kernel:
+    """Generate the kernel of a slice, whose transfers do nothing on the cores. For ``over`` see ``Kernel``.
 
     Raises:
       _NotElementwise: one of its equations is not elementwise.
     """
-    program = flat(ClosedJaxpr(jaxpr, []), any_jit=True)
+    program = flat(ClosedJaxpr(s.jaxpr, []), any_jit=True)
     inputs, outputs = program.inputs, variables(program.outputs)
     (shape, *more) = {v.aval.shape for v in outputs} or {()}
     every = {v.aval.shape for v in (*inputs, *(v for eqn in program.eqns for v in eqn.outvars))}
@@ -475,7 +457,7 @@ def kernel_of(jaxpr: Jaxpr, over: Mapping[int, int]) -> Kernel:
     types = [f"Array({_stored_type(v)}, 1, 'C', {name not in targets.values()})" for name, v in taken.items()]
     types += [_type_of(inputs[i]) for i in scalars]
     signature = f"void(int64, int64, {', '.join(types)})".replace("bool", "boolean")
-    return Kernel("\n".join(lines), signature, arrays, scalars, dict(over))
+    return Kernel(s, "\n".join(lines), signature, arrays, scalars, over)
 
 
 def _type_of(v: Any) -> str:

@@ -63,7 +63,7 @@ from jax_offload._program.memory import (
 from jax_offload._program.primitives import guarded
 from jax_offload._program.private import without_dead_code
 from jax_offload._program.program import Program, flat, is_load, is_store, numbered, structure, unguarded
-from jax_offload._program.propagate import Node
+from jax_offload._program.propagate import Facts, Node
 from jax_offload._rewrite.canonical import dereferenced
 from jax_offload._rewrite.rewritten import check_order, is_driven, tell
 
@@ -128,8 +128,8 @@ class OnFiles:
         return found
 
 
-def files_of(step: Program) -> OnFiles:
-    """Take the reads and writes of leaves on disk out of a step.
+def files_of(step: Program, args: Sequence[Any]) -> OnFiles:
+    """Take the reads and writes of leaves on disk out of a step, which is called with arguments like these.
 
     Raises:
       ValueError: the step does something other than update such a leaf, or computes with its token.
@@ -150,8 +150,10 @@ def files_of(step: Program) -> OnFiles:
     inputs, read = {*step.inputs}, {*variables(v for v, _ in reads.values())}
     given = all(isinstance(v, Var) and v in inputs for v, _ in reads.values())
     read_again = any(not read.isdisjoint(variables(eqn.invars)) for eqn in eqns)
-    if not given or read_again or not reads.keys().isdisjoint(variables(step.outputs)) or _computes(step.eqns):
+    if not given or read_again or not reads.keys().isdisjoint(variables(step.outputs)):
         raise ValueError(_COMPUTES)
+    arguments = step.inputs[len(step.consts) :]
+    _check_tokens(step, read.union(v for v, x in zip(arguments, args, strict=True) if isinstance(x, Token)))
     found = {k: written[v] for k, v in enumerate(step.outputs) if isinstance(v, Var) and v in written}
     kept = {place for _, place in found.values()}
     homes = {place.home for place in kept}
@@ -210,43 +212,20 @@ def _check_equation(eqn: Equation, reads: Mapping[Var, Any], written: Mapping[Va
         raise ValueError(_COMPUTES)
 
 
-def _moves(eqn: Equation) -> bool:
-    return eqn.primitive in (READ, WRITE) or holds_inside(eqn, lambda each: each.primitive in (READ, WRITE))
+def _check_tokens(step: Program, tokens: Set[Var]) -> None:
+    """Raise ``ValueError`` where an equation, perhaps in a branch, computes with a token."""
 
+    def rule(eqn: Equation, are_tokens: Sequence[bool]) -> Sequence[bool] | None:
+        if eqn.primitive is WRITE:
+            return [True]
+        moves = eqn.primitive is READ or is_update(eqn)
+        if not moves and inner_of(eqn):
+            return None  # its branches, or its body, say
+        if not moves and any(are_tokens):
+            raise ValueError(_COMPUTES)
+        return [False] * len(eqn.outvars)
 
-def _computes(eqns: Sequence[Equation]) -> bool:
-    """Whether an equation, perhaps in a branch, computes with a token that another one reads or makes."""
-    tokens = _tokens(eqns)
-    return any(
-        any(_computes(each.jaxpr.eqns) for each in inner_of(eqn)) if _moves(eqn) else _uses(eqn, tokens) for eqn in eqns
-    )
-
-
-def _uses(eqn: Equation, tokens: Set[Atom]) -> bool:
-    """Whether an equation does more with tokens than hand them to a call, or to branches, that ignore them."""
-    if tokens.isdisjoint(variables(eqn.invars)):
-        return False
-    calls = inner_of(eqn)
-    if not calls or any(not tokens.isdisjoint(variables(eqn.invars[: each.first])) for each in calls):
-        return True
-    for each in calls:
-        given = zip(each.jaxpr.invars, eqn.invars[each.first :], strict=True)
-        own = {v for v, x in given if isinstance(x, Var) and x in tokens}
-        if not own.isdisjoint(variables(each.jaxpr.outvars)) or any(_uses(inner, own) for inner in each.jaxpr.eqns):
-            return True
-    return False
-
-
-def _tokens(eqns: Iterable[Equation]) -> set[Atom]:
-    """Return the tokens that equations read and make, those in their branches included."""
-    found = set[Atom]()
-    for eqn in filter(_moves, eqns):
-        found.update(variables(eqn.invars) if eqn.primitive is READ else eqn.outvars if eqn.primitive is WRITE else ())
-        for each in inner_of(eqn):
-            own, ours = (*each.jaxpr.invars, *each.jaxpr.outvars), (*eqn.invars[each.first :], *eqn.outvars)
-            inside = _tokens(each.jaxpr.eqns)
-            found.update(x for v, x in zip(own, ours, strict=True) if isinstance(v, Var) and v in inside)
-    return found
+    Facts[bool](False, any, rule, choice_counts=False).spread(step.eqns, dict.fromkeys(tokens, True))
 
 
 # ---- moved while it runs ---------------------------------------------------------------------------------------------
@@ -267,7 +246,6 @@ class Moves:
       reads: variable that is read -> its part of a leaf.
       writes: variable -> the parts of leaves that are its values.
       now: for each task, what it reads.
-      ahead: for each task, the leaves to start reading, for itself and for the next tasks that use files.
       due: for each task, the results that can be written after it.
     """
 
@@ -282,14 +260,12 @@ class Moves:
                 self.writes.setdefault(w, []).append((leaf, rows))
         self.now = [[v for v in task.inputs if v in self.reads] for task in tasks]
         self.due = self._when_written(tasks)
-        self.ahead, begun = list[list[Var]](), set[Var]()
-        for k, now in enumerate(self.now):
-            following = [*itertools.islice(filter(None, self.now[k + 1 :]), DEPTH)]
-            if not now and not any(self.due[:k]) and following:  # the nearest one is needed first
-                now, *following = following
-            wanted = itertools.chain(now, *following[: beside(map(bytes_of, following))])
-            self.ahead.append([v for v in dict.fromkeys(wanted) if v not in begun])
-            begun = begun.union(self.ahead[k]).difference(self.now[k])  # a leaf that is read again is fetched again
+
+    def wanted(self, number: int) -> list[Var]:
+        """Return what a task reads, and what the next tasks read that it leaves room for; at least the nearest."""
+        groups = itertools.islice(filter(None, self.now[number:]), DEPTH + bool(self.now[number]))
+        nearest, *following = [*groups] or [[]]
+        return [*itertools.chain(nearest, *following[: beside(map(bytes_of, following))])]
 
     def _when_written(self, tasks: Sequence[Task]) -> list[list[Var]]:
         """Return the results to write after each task: no later task reads them or the old values of their rows."""
@@ -345,7 +321,7 @@ class Driven:
         if not is_driven(step):  # an update without results does not run
             step = ClosedJaxpr(without_dead_code(step.jaxpr, keep_inputs=True)[0], step.consts)
         program = dereferenced(flat(step, any_jit=True), any_jit=True)
-        self._files = files_of(unguarded(program))
+        self._files = files_of(unguarded(program), args)
         found = staged(self._files.program, self._files.ends)
         self._options = options, for_sending
         read = {*found.results, *(v for stage in found.stages for v in stage.reads)}
@@ -547,9 +523,10 @@ class _Values:
         while task.name != BEFORE and len(self._writing) > beside(size for size, _ in reversed(self._writing)):
             for writing in self._writing.popleft()[1]:
                 writing.exception()  # which is said when the step ends: other processes are in it too
-        for v in self._moves.ahead[number]:
-            leaf, rows = self._moves.reads[v]
-            self._reading[v] = leaf.home.fetch(leaf.name, self._step.place(v), rows)
+        for v in self._moves.wanted(number):
+            if v not in self._reading:
+                leaf, rows = self._moves.reads[v]
+                self._reading[v] = leaf.home.fetch(leaf.name, self._step.place(v), rows)
         self.here |= {v: self._reading.pop(v).result() for v in self._moves.now[number]}
         self.send(task)
         return values_of(self._there if task.on_cores else self.here, task.inputs)

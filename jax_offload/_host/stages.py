@@ -22,7 +22,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from jax_offload._disk.leaves import Ends, Range
 from jax_offload._emit.region import Update, holds_driven_update, holds_update, is_update
-from jax_offload._emit.run import SliceRunner, group_looped
+from jax_offload._emit.run import Names, SliceRunner, group_looped
 from jax_offload._program.arrays import nbytes
 from jax_offload._program.jaxprs import (
     Atom,
@@ -43,7 +43,7 @@ from jax_offload._program.jaxprs import (
 )
 from jax_offload._program.memory import is_host_aval, on_host, to_host
 from jax_offload._program.primitives import CHECKPOINT, ELEMENTWISE, opaque, together
-from jax_offload._program.program import Builder, Program, as_program, numbered, structure
+from jax_offload._program.program import Builder, Program, as_program
 from jax_offload._program.propagate import needed_for
 from jax_offload._program.slices import Slice, consecutive, slice_of
 from jax_offload._rewrite.inlined import equation_of, localised
@@ -104,7 +104,6 @@ class Staged:
       parts: leaf on disk that is read or written in parts -> the variables of its parts, and the rows of each shard
         that they have.
       starts: number of a first row -> its variable, an operand of parts.
-      traced: kind of a slice -> its program. Slices of one kind are traced once.
     """
 
     program: Program
@@ -115,8 +114,6 @@ class Staged:
     scattered: dict[Var, NamedSharding] = dataclasses.field(default_factory=dict[Var, NamedSharding])
     parts: dict[Var, list[tuple[Var, Range]]] = dataclasses.field(default_factory=dict[Var, list[tuple[Var, Range]]])
     starts: dict[int, Var] = dataclasses.field(default_factory=dict[int, Var])
-    traced: dict[Hashable, Program] = dataclasses.field(default_factory=dict[Hashable, Program])
-    key_of: Callable[[Any], Hashable] = dataclasses.field(default_factory=numbered)
 
     @property
     def consts(self) -> dict[Var, Any]:
@@ -179,7 +176,7 @@ class Staged:
             if isinstance(how, Chunked) and how.shape[0] == how.shards * ranges[-1][1]:
                 yield from self._parts(p, how, update, ranges)
             else:
-                yield self._whole(p, update)
+                yield _whole(p, update.names)
 
     def _ranges(self, p: Planned, again: Set[Var]) -> list[Range]:
         """Return the ranges of rows that are together in the files of all leaves; none if there are not several."""
@@ -188,23 +185,12 @@ class Staged:
         common = sorted(set[int].intersection(*map(set, ends))) if ends else []
         return [*pairwise([0, *common])] if len(common) > 1 else []
 
-    def _whole(self, p: Planned, update: Update) -> Slice:
-        def run(*args: Any) -> list[Any]:
-            env = dict(zip(p.slice.inputs, args, strict=True))
-            SliceRunner([p], update.names, lowered=True)(p, env)
-            return values_of(env, p.slice.outputs)
-
-        how = (p.transfer.axis, p.transfer.rows, p.transfer.shape) if isinstance(p.transfer, Chunked) else None
-        return self._slice_by(run, p.slice.inputs, p.slice.outputs, (structure(p.slice.jaxpr, self.key_of), how))
-
     def _parts(self, p: Planned, how: Chunked, update: Update, ranges: Sequence[Range]) -> Iterator[Slice]:
         s = p.slice
         now = {v: v for v in s.inputs}  # what earlier parts have left, in whose buffer a result goes
         into = [v if old is None else old for v, old in zip(s.outputs, how.buffers, strict=True)]
-        places = tuple(s.inputs.index(v) if v in now else None for v in into)
-        same = structure(s.jaxpr, self.key_of), how.axis, how.shards, places, p.window.nbytes
         for begin, end in ranges:
-            n, rows = end - begin, (begin, end)
+            rows = begin, end
             before = [v for v in s.outputs if v in now]
             given = {v: self._part(v, how.shards, rows) if is_host_aval(v.aval) else now[v] for v in s.inputs}
             start = self.starts.setdefault(begin, Var(jax.typeof(np.int32(begin))))
@@ -219,8 +205,8 @@ class Staged:
                     now[of] = new
                 self.next_of |= {} if old is None else {new: old}
                 results.append(new)
-            run = _of_rows(group_looped(s, how, update.names, n), len(s.inputs), before)
-            yield self._slice_by(run, operands, results, (*same, n, bool(before)))
+            run = _of_rows(group_looped(s, how, update.names, end - begin), len(s.inputs), before)
+            yield _slice_by(run, operands, results)
 
     def _part(self, of: Var, shards: int, rows: Range) -> Var:
         """A variable for some rows of each shard of a leaf: of its type, in its memory and divided in the same way."""
@@ -229,16 +215,24 @@ class Staged:
         self.parts.setdefault(of, []).append((found, rows))
         return found
 
-    def _slice_by(
-        self, run: Callable[..., Any], inputs: Sequence[Atom], outputs: Sequence[Var], kind: Hashable
-    ) -> Slice:
-        """Return a function as a slice; functions of one ``kind`` share a trace."""
-        if kind not in self.traced:
-            self.traced[kind] = as_program(jaxpr_of(run, *(v.aval for v in inputs))[0])
-        new, program = Builder(), self.traced[kind]
-        inner = new.inside(program, inputs)
-        inner.copy(*program.eqns, results=dict(zip(variables(program.outputs), outputs, strict=True)))
-        return slice_of(new.eqns, [*outputs], program.debug_info, {})
+
+def _whole(p: Planned, names: Names) -> Slice:
+    """Return a slice as it runs where its leaves come whole."""
+
+    def run(*args: Any) -> list[Any]:
+        env = dict(zip(p.slice.inputs, args, strict=True))
+        SliceRunner([p], names, lowered=True)(p, env)
+        return values_of(env, p.slice.outputs)
+
+    return _slice_by(run, p.slice.inputs, p.slice.outputs)
+
+
+def _slice_by(run: Callable[..., Any], inputs: Sequence[Atom], outputs: Sequence[Var]) -> Slice:
+    """Return a function as a slice."""
+    new, program = Builder(), as_program(jaxpr_of(run, *(v.aval for v in inputs))[0])
+    inner = new.inside(program, inputs)
+    inner.copy(*program.eqns, results=dict(zip(variables(program.outputs), outputs, strict=True)))
+    return slice_of(new.eqns, [*outputs], program.debug_info, {})
 
 
 def _of_rows(run: Callable[..., list[Any]], n: int, before: Sequence[Var]) -> Callable[..., list[Any]]:
