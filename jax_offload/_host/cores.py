@@ -46,7 +46,6 @@ from jax_offload._program.memory import (
     Box,
     assembled,
     box_of,
-    copy_on_host,
     gathered,
     is_host_aval,
     on_host,
@@ -169,18 +168,9 @@ def taken_over(arrays: Sequence[jax.Array]) -> Sequence[jax.Array]:
     """Make donated arrays the step's own, in their memory, without waiting.
 
     They are donated to a program that does nothing. It runs when all programs that read them have ended, marks them as
-    deleted for everybody else, and copies memory that is not XLA's own, such as NumPy's. A GPU refuses while somebody
-    holds a NumPy view; then they are copied.
+    deleted for everybody else, and copies memory that is not XLA's own, such as NumPy's.
     """
-    try:
-        return _handed_over(tuple(x.sharding for x in arrays))(*arrays) if arrays else ()
-    except jax.errors.JaxRuntimeError:
-        if any(x.is_deleted() for x in arrays):
-            raise
-        copies = [copy_on_host(x) for x in arrays]
-        for x in arrays:
-            x.delete()
-        return copies
+    return _handed_over(tuple(x.sharding for x in arrays))(*arrays) if arrays else ()
 
 
 @functools.lru_cache(256)
