@@ -307,6 +307,10 @@ def test_a_step_that_cannot_be_says_why(disk):
     def in_a_scan(params, state):
         return jax.lax.scan(lambda carry, _: (once(*carry), None), (params, state), length=2)[0]
 
+    def in_the_other_branch(params, state):
+        looks = lambda: (params, state, optax.tree.norm(optax.tree.get(state, "mu")))  # noqa: E731
+        return jax.lax.cond(params["layer_1"][0, 0] > 9, lambda: (*once(params, state), jnp.float32(0)), looks)
+
     in_memory = r"is on disk, and this offload keeps it in memory"
     for step, message in (
         (alone(offload(ADAMW, None)), in_memory),
@@ -316,6 +320,7 @@ def test_a_step_that_cannot_be_says_why(disk):
         (jax.checkpoint(once), r"disk: the update stands in a jax\.checkpoint of the step"),
         (lambda p, s: once(*once(p, s)), r"updates the state again.*call such a step several times"),
         (with_a_norm, r"reads a leaf, for a norm.*between two steps jo\.to_device.*jo\.save_args"),
+        (in_the_other_branch, r"reads a leaf, for a norm"),
         (lambda p, s: with_a_norm(p, s, jo.to_device), r"outside its update.*jo\.to_device\(optax\.tree\.get"),
     ):
         with pytest.raises(ValueError, match=message):

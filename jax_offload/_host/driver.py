@@ -19,13 +19,15 @@ import numpy as np
 from jax.core import Tracer
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
-from jax_offload._disk.leaves import IN_MEMORY, READ, WRITE, Ends, Place, Range, Token
+from jax_offload._disk.leaves import IN_MEMORY, READ, WRITE, Place, Range, Token
 from jax_offload._emit.region import Update, holds_driven_update, is_update
 from jax_offload._host import cores
 from jax_offload._host.cores import OnePass, one_pass
 from jax_offload._host.stages import (
     BEFORE,
     DRIVEN,
+    OnFiles,
+    Part,
     Staged,
     Task,
     arranged,
@@ -75,59 +77,6 @@ DEPTH, AT_ONCE = 2, 2**29
 # ---- taken out of the step -------------------------------------------------------------------------------------------
 
 
-@dataclasses.dataclass(frozen=True)
-class OnFiles:
-    """A step whose reads and writes of leaves on disk are inputs and results of its program.
-
-    Attributes:
-      program: the step. Its last inputs are the leaves to read, and its last results are the leaves to write.
-      reads: input that is read -> its token and its leaf.
-      writes: the results that are written, each with its leaf. A leaf that the step hands on unchanged is not written.
-      tokens: position of a result of the step that is a token -> its leaf.
-    """
-
-    program: Program
-    reads: Mapping[Var, tuple[Atom, Place]]
-    writes: Sequence[tuple[Atom, Place]]
-    tokens: Mapping[int, Place]
-
-    @property
-    def outputs(self) -> Sequence[Atom]:
-        """The step's results that are not tokens."""
-        return self.program.outputs[: len(self.program.outputs) - len(self.writes)]
-
-    @property
-    def ends(self) -> dict[Var, Ends]:
-        """Return where ranges of rows end in the files, for leaves that are read and results that are only written."""
-        times = Counter(variables(self.program.outputs))
-        used = {v for eqn in self.program.eqns for v in variables(eqn.invars)}
-        found = {v: leaf for v, (_, leaf) in self.reads.items()}
-        found |= {v: leaf for v, leaf in self.writes if isinstance(v, Var) and times[v] == 1 and v not in used}
-        return {v: leaf.home.ends(leaf.name) for v, leaf in found.items()}
-
-    def places(self, devices: Set[Any]) -> dict[Var, Sharding]:
-        """Return where each leaf goes in host memory, in a step on these devices.
-
-        Raises:
-          ValueError: the state is divided between other devices.
-        """
-        found = dict[Var, Sharding]()
-        for v, (_, leaf) in self.reads.items():
-            found[v] = leaf.sharding
-            if len(devices) == 1:
-                (device,) = devices
-                alone = SingleDeviceSharding(device, memory_kind=HOST_KIND)
-                found[v] = found[v] if found[v].device_set == devices else alone
-            elif not found[v].device_set <= devices:
-                there, here = (", ".join(sorted(map(str, each))) for each in (found[v].device_set, devices))
-                raise ValueError(
-                    f"disk: the state is on {there}, {leaf.name} as {found[v]}, and the step runs on {here}. Fix: "
-                    "disk.resume(target) with the shardings that the parameters have now, "
-                    "jo.abstract_state(tx, params) in the state's place."
-                )
-        return found
-
-
 def files_of(step: Program, args: Sequence[Any]) -> OnFiles:
     """Take the reads and writes of leaves on disk out of a step, which is called with arguments like these.
 
@@ -162,20 +111,19 @@ def files_of(step: Program, args: Sequence[Any]) -> OnFiles:
             f"disk: the step updates a state and returns only a part of it, not {lost[0].name}, which is overwritten "
             "all the same. Fix: return the whole state."
         )
-    again = [(x, place) for x, place in found.values() if isinstance(x, Var) and x in reads]  # unchanged
-    moved = [(reads[x][1], place) for x, place in again if reads[x][1] != place]
-    if moved:
-        old, new = moved[0]
-        raise ValueError(
-            f"disk: the update moves {old.name} unchanged to {new.name}, which may be overwritten by then. Fix: "
-            "a select= that leaves them in memory."
-        )
-    writes = [(x, place) for x, place in found.values() if not isinstance(x, Var) or x not in reads]
+    parts: dict[Var, Part] = {v: (place, None) for v, (_, place) in reads.items()}
+    writes = dict[Var, list[Part]]()
+    for x, place in found.values():
+        if x not in reads:
+            writes.setdefault(cast(Var, x), []).append((place, None))
+        elif (old := reads[cast(Var, x)][1]) != place:
+            raise ValueError(
+                f"disk: the update moves {old.name} unchanged to {place.name}, which may be overwritten by then. Fix: "
+                "a select= that leaves them in memory."
+            )
     rest = [v for k, v in enumerate(step.outputs) if k not in found]
-    program = dataclasses.replace(
-        step, inputs=[*step.inputs, *reads], eqns=eqns, outputs=[*rest, *(x for x, _ in writes)],
-    )  # fmt: skip
-    return OnFiles(program, reads, writes, {k: place for k, (_, place) in found.items()})
+    program = dataclasses.replace(step, inputs=[*step.inputs, *reads], eqns=eqns, outputs=[*rest, *writes])
+    return OnFiles(program, rest, [*reads.values()], {k: place for k, (_, place) in found.items()}, parts, writes)
 
 
 _COMPUTES = (
@@ -231,34 +179,18 @@ def _check_tokens(step: Program, tokens: Set[Var]) -> None:
 # ---- moved while it runs ---------------------------------------------------------------------------------------------
 
 
-Part = tuple[Place, Range | None]  # a leaf on disk, or some of its rows
-
-
 class Moves:
     """What moves at each task of a step, decided when the step is made.
 
-    Args:
-      what: the leaves on disk.
-      step: the stages of the step.
-      tasks: the same stages as they run.
-
     Attributes:
-      reads: variable that is read -> its part of a leaf.
-      writes: variable -> the parts of leaves that are its values.
+      files: the leaves on disk.
       now: for each task, what it reads.
       due: for each task, the results that can be written after it.
     """
 
-    def __init__(self, what: OnFiles, step: Staged, tasks: Sequence[Task]) -> None:
-        self.what, parts = what, step.parts
-        self.reads = dict[Var, Part]()
-        for v, (_, leaf) in what.reads.items():
-            self.reads |= {v: (leaf, None), **{w: (leaf, rows) for w, rows in parts.get(v, ())}}
-        self.writes: dict[Var, list[Part]] = {}
-        for v, leaf in what.writes:
-            for w, rows in parts.get(cast(Var, v)) or [(cast(Var, v), None)]:
-                self.writes.setdefault(w, []).append((leaf, rows))
-        self.now = [[v for v in task.inputs if v in self.reads] for task in tasks]
+    def __init__(self, files: OnFiles, tasks: Sequence[Task]) -> None:
+        self.files = files
+        self.now = [[v for v in task.inputs if v in files.reads] for task in tasks]
         self.due = self._when_written(tasks)
 
     def wanted(self, number: int) -> list[Var]:
@@ -271,10 +203,10 @@ class Moves:
         """Return the results to write after each task: no later task reads them or the old values of their rows."""
         last = {v: k for k, task in enumerate(tasks) for v in (*task.outputs, *task.inputs)}
         read_by: dict[Place, list[tuple[Range | None, int]]] = {}
-        for leaf, rows, k in ((*self.reads[v], k) for v, k in last.items() if v in self.reads):
+        for leaf, rows, k in ((*self.files.reads[v], k) for v, k in last.items() if v in self.files.reads):
             read_by.setdefault(leaf, []).append((rows, k))
         due: list[list[Var]] = [[] for _ in tasks]
-        for v, parts in self.writes.items():
+        for v, parts in self.files.writes.items():
             old = [k for leaf, rows in parts for other, k in read_by.get(leaf, ()) if _meet(other, rows)]
             due[max([last.get(v, 0), *old])].append(v)
         return due
@@ -322,7 +254,7 @@ class Driven:
             step = ClosedJaxpr(without_dead_code(step.jaxpr, keep_inputs=True)[0], step.consts)
         program = dereferenced(flat(step, any_jit=True), any_jit=True)
         self._files = files_of(unguarded(program), args)
-        found = staged(self._files.program, self._files.ends)
+        found = staged(self._files)
         self._options = options, for_sending
         read = {*found.results, *(v for stage in found.stages for v in stage.reads)}
         placed = places_of([x if v in read else None for v, x in zip(found.arguments, args, strict=False)])
@@ -331,16 +263,16 @@ class Driven:
             cores.cpu()  # raises an error now if there is none
         own = found.arguments[: len(placed)]
         self._everywhere = _everywhere(placed, self._devices)
-        self._places: dict[Var, Sharding] = {v: s for v, s in zip(own, placed, strict=True) if s is not None}
-        self._places |= self._files.places(self._devices) | found.scattered
-        self._like = {w: v for v, parts in found.parts.items() for w, _ in parts} | found.next_of
+        self._places: dict[Var, Sharding] = self._files.places(self._devices)
+        self._places |= {v: s for v, s in zip(own, placed, strict=True) if s is not None} | found.scattered
+        self._like = dict(found.next_of)
         # parameters in host memory that the step loads itself
         moves = [eqn for eqn in self._files.program.eqns if is_load(eqn) or is_store(eqn)]
         self._like |= {v: x for eqn in moves for x, v in zip(variables(eqn.invars), eqn.outvars, strict=True)}
         self.donated = {v for v, given in zip(own, donated, strict=True) if given}
         self._compiled, self._key_of = dict[Hashable, Jit](), numbered()
         self._step, tasks = self._scheduled(found, segments)
-        self.moves = Moves(self._files, self._step, tasks)
+        self.moves = Moves(self._files, tasks)
         self._bring = jit(lambda xs: xs, out_shardings=self._everywhere)
         writable = self._writable(tasks)
         self._tasks = [(task, self._run_by(task, writable)) for task in tasks]
@@ -355,8 +287,7 @@ class Driven:
             found = arranged(step, may_be_cut=cut) if len(step.stages) > 1 else step
             tasks = tasks_of(found, free)
             nodes = [Node(task, task.inputs, task.makes, takes={*task.over}) for task in tasks]
-            parts = [w for each in found.parts.values() for w, _ in each]
-            check_order(nodes, [*found.consts, *found.arguments, *parts], found.results)
+            check_order(nodes, [*found.consts, *found.arguments, *self._files.reads], found.results)
             return found, tasks
         except Exception as fault:
             tell("the step runs in fewer programs", fault)
@@ -489,11 +420,12 @@ class _Values:
 
     def __init__(self, step: Driven, given: dict[Var, Any]) -> None:
         self.here, self._there, self._step, self._moves = given, dict[Var, Any](), step, step.moves
+        self._files = step.moves.files
         self._reading: dict[Var, Future[jax.Array]] = {}
         self._writing: deque[tuple[int, list[Future[None]]]] = deque()  # groups with their bytes
-        for token, leaf in self._moves.what.reads.values():
+        for token, leaf in self._files.given:
             leaf.home.check(token.val if isinstance(token, Literal) else given[token])
-        for home in {leaf.home for parts in self._moves.writes.values() for leaf, _ in parts}:
+        for home in {leaf.home for parts in self._files.writes.values() for leaf, _ in parts}:
             home.check_commits()  # before anything that is donated is deleted
 
     def take(self, own: Sequence[Var]) -> None:
@@ -515,7 +447,7 @@ class _Values:
                 writing.exception()  # which is said when the step ends: other processes are in it too
         for v in self._moves.wanted(number):
             if v not in self._reading:
-                leaf, rows = self._moves.reads[v]
+                leaf, rows = self._files.reads[v]
                 self._reading[v] = leaf.home.fetch(leaf.name, self._step.place(v), rows)
         self.here |= {v: self._reading.pop(v).result() for v in self._moves.now[number]}
         self.send(task)
@@ -545,15 +477,15 @@ class _Values:
             if id(x) not in live:
                 x.delete()
         due = self._moves.due[number]
-        if parts := [(v, *part) for v in due for part in self._moves.writes[v]]:
+        if parts := [(v, *part) for v in due for part in self._files.writes[v]]:
             writing = [leaf.home.put(leaf.name, self.here[v], rows) for v, leaf, rows in parts]
             self._writing.append((bytes_of(due), writing))
-        for v in {*due}.difference(variables(self._moves.what.outputs)):
+        for v in {*due}.difference(variables(self._files.outputs)):
             del self.here[v]
 
     def results(self) -> list[Any]:
         """Return the step's results."""
-        others, leaves = values_of(self.here, self._moves.what.outputs), self._moves.what.tokens
+        others, leaves = values_of(self.here, self._files.outputs), self._files.returned
         tokens = {home: home.advance() for home in dict.fromkeys(leaf.home for leaf in leaves.values())}
         rest = iter(others)
         return [tokens[leaves[k].home] if k in leaves else next(rest) for k in range(len(others) + len(leaves))]

@@ -18,9 +18,9 @@ from typing import Any, cast
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh, NamedSharding, Sharding, SingleDeviceSharding
 
-from jax_offload._disk.leaves import Ends, Range
+from jax_offload._disk.leaves import Ends, Place, Range
 from jax_offload._emit.region import Update, holds_driven_update, holds_update, is_update
 from jax_offload._emit.run import Names, SliceRunner, group_looped
 from jax_offload._program.arrays import nbytes
@@ -41,7 +41,7 @@ from jax_offload._program.jaxprs import (
     values_of,
     variables,
 )
-from jax_offload._program.memory import is_host_aval, on_host, to_host
+from jax_offload._program.memory import HOST_KIND, is_host_aval, on_host, to_host
 from jax_offload._program.primitives import CHECKPOINT, ELEMENTWISE, opaque, together
 from jax_offload._program.program import Builder, Program, as_program
 from jax_offload._program.propagate import needed_for
@@ -87,33 +87,93 @@ class Stage:
         return list(dict.fromkeys(v for s in self.slices for v in s.inputs if v not in defined))
 
 
+Part = tuple[Place, Range | None]  # a leaf on disk, or some of its rows
+
+
+@dataclasses.dataclass(frozen=True)
+class OnFiles:
+    """A step whose reads and writes of leaves on disk are inputs and results of its program.
+
+    Attributes:
+      program: the step. Its last inputs are the leaves to read, and its last results are the leaves to write.
+      outputs: the step's results that are not tokens.
+      given: the tokens that the step reads, each with its leaf.
+      returned: position of a result of the step that is a token -> its leaf.
+      reads: variable that is read -> its leaf, or its rows of a leaf.
+      writes: variable that is written -> the leaves, or rows of leaves, that it is the value of. A leaf that the step
+        hands on unchanged is not written.
+    """
+
+    program: Program
+    outputs: Sequence[Atom]
+    given: Sequence[tuple[Atom, Place]]
+    returned: Mapping[int, Place]
+    reads: dict[Var, Part]
+    writes: dict[Var, list[Part]]
+
+    @functools.cached_property
+    def ends(self) -> dict[Var, Ends]:
+        """Return where ranges of rows end in the files, for leaves that are read and results that are only written."""
+        used = {*variables(self.outputs)}.union(*(variables(eqn.invars) for eqn in self.program.eqns))
+        found = {v: leaf for v, (leaf, _) in self.reads.items()}
+        found |= {v: parts[0][0] for v, parts in self.writes.items() if len(parts) == 1 and v not in used}
+        return {v: leaf.home.ends(leaf.name) for v, leaf in found.items()}
+
+    def part(self, of: Var, shards: int, rows: Range) -> Var:
+        """Return a variable for some rows of each shard of a leaf: of its type, and read or written as they are."""
+        found = Var(of.aval.update(shape=(shards * (rows[1] - rows[0]), *of.aval.shape[1:])))
+        if of in self.reads:
+            self.reads[found] = self.reads[of][0], rows
+        if of in self.writes:
+            self.writes[found] = [(leaf, rows) for leaf, _ in self.writes[of]]
+        return found
+
+    def places(self, devices: Set[Any]) -> dict[Var, Sharding]:
+        """Return where each leaf goes in host memory, in a step on these devices.
+
+        Raises:
+          ValueError: the state is divided between other devices.
+        """
+        alone = SingleDeviceSharding(*devices, memory_kind=HOST_KIND) if len(devices) == 1 else None
+        found = dict[Var, Sharding]()
+        for v, ((leaf, _), *_) in [*self.writes.items(), *((v, [part]) for v, part in self.reads.items())]:
+            found[v] = place = leaf.sharding
+            if alone is not None and place.device_set != devices:
+                found[v] = alone
+            elif not place.device_set <= devices:
+                there, here = (", ".join(sorted(map(str, each))) for each in (place.device_set, devices))
+                raise ValueError(
+                    f"disk: the state is on {there}, {leaf.name} as {place}, and the step runs on {here}. Fix: "
+                    "disk.resume(target) with the shardings that the parameters have now, "
+                    "jo.abstract_state(tx, params) in the state's place."
+                )
+        return found
+
+
 @dataclasses.dataclass
 class Staged:
     """A step as stages.
 
-    Args:
-      program: the step.
-      ends: leaf on disk, read or made -> where the ranges of rows end that are contiguous in its files.
-
     Attributes:
+      files: the step, with its leaves on disk.
       stages: its programs, in order.
       next_of: result of an update -> the variable of the step whose next value it is.
       in_turn: gradients that wait for one another, in the order of the backward pass.
       scattered: gradient that an update from disk divides further (ZeRO-1) -> its sharding. The program that makes it
         divides it; otherwise every device would hold it whole until the update.
-      parts: leaf on disk that is read or written in parts -> the variables of its parts, and the rows of each shard
-        that they have.
       starts: number of a first row -> its variable, an operand of parts.
     """
 
-    program: Program
-    ends: Mapping[Var, Ends] = dataclasses.field(default_factory=dict[Var, Ends])
+    files: OnFiles
     stages: list[Stage] = dataclasses.field(default_factory=list[Stage])
     next_of: dict[Var, Var] = dataclasses.field(default_factory=dict[Var, Var])
     in_turn: list[Var] = dataclasses.field(default_factory=list[Var])
     scattered: dict[Var, NamedSharding] = dataclasses.field(default_factory=dict[Var, NamedSharding])
-    parts: dict[Var, list[tuple[Var, Range]]] = dataclasses.field(default_factory=dict[Var, list[tuple[Var, Range]]])
     starts: dict[int, Var] = dataclasses.field(default_factory=dict[int, Var])
+
+    @property
+    def program(self) -> Program:
+        return self.files.program
 
     @property
     def consts(self) -> dict[Var, Any]:
@@ -128,8 +188,7 @@ class Staged:
     @property
     def results(self) -> list[Var]:
         """The variables that the stages make for the caller; parts in place of leaves that are made in parts."""
-        outputs = variables(self.program.outputs)
-        return [w for v in outputs for w in ([x for x, _ in self.parts.get(v, ())] or [v])]
+        return list(dict.fromkeys([*variables(self.files.outputs), *self.files.writes]))
 
     def on_device(self, name: str, *slices: Slice) -> None:
         """Add slices to the last program of the device, or begin another."""
@@ -179,8 +238,8 @@ class Staged:
 
     def _ranges(self, p: Planned, again: Set[Var]) -> list[Range]:
         """Return the ranges of rows that are together in the files of all leaves; none if there are not several."""
-        ends = [self.ends.get(v, ()) for v in p.slice.loads]
-        ends += [() if v in again else self.ends.get(v, ()) for v in p.slice.stores]
+        ends = [self.files.ends.get(v, ()) for v in p.slice.loads]
+        ends += [() if v in again else self.files.ends.get(v, ()) for v in p.slice.stores]
         common = sorted(set[int].intersection(*map(set, ends))) if ends else []
         return [*pairwise([0, *common])] if len(common) > 1 else []
 
@@ -191,13 +250,13 @@ class Staged:
         for begin, end in ranges:
             rows = begin, end
             before = [v for v in s.outputs if v in now]
-            given = {v: self._part(v, how.shards, rows) if is_host_aval(v.aval) else now[v] for v in s.inputs}
+            given = {v: self.files.part(v, how.shards, rows) if is_host_aval(v.aval) else now[v] for v in s.inputs}
             start = self.starts.setdefault(begin, Var(jax.typeof(np.int32(begin))))
             operands = [start, *given.values(), *(now[v] for v in before)]
             results = list[Var]()
             for v, of in zip(s.outputs, into, strict=True):
                 if is_host_aval(v.aval):
-                    new, old = self._part(v, how.shards, rows), given.get(of)
+                    new, old = self.files.part(v, how.shards, rows), given.get(of)
                 else:
                     new = v if end == ranges[-1][1] else Var(v.aval)
                     old = now.get(of, update.next_values.get(v))
@@ -206,13 +265,8 @@ class Staged:
                 results.append(new)
             run = _of_rows(group_looped(s, how, update.names, end - begin), len(s.inputs), before)
             yield _slice_by(run, operands, results)
-
-    def _part(self, of: Var, shards: int, rows: Range) -> Var:
-        """A variable for some rows of each shard of a leaf: of its type, in its memory and divided in the same way."""
-        shape = (shards * (rows[1] - rows[0]), *of.aval.shape[1:])
-        found = Var(of.aval.update(shape=shape))
-        self.parts.setdefault(of, []).append((found, rows))
-        return found
+        for v in s.outputs:
+            self.files.writes.pop(v, None)  # its parts are written
 
 
 def _whole(p: Planned, names: Names) -> Slice:
@@ -239,13 +293,13 @@ def _of_rows(run: Callable[..., list[Any]], n: int, before: Sequence[Var]) -> Ca
     return lambda start, *values: run(start, values[:n], dict(zip(before, values[n:], strict=True)))
 
 
-def staged(program: Program, ends: Mapping[Var, Ends]) -> Staged:
-    """Return the stages of a step; one that updates nothing is a single stage. For the arguments see ``Staged``.
+def staged(files: OnFiles) -> Staged:
+    """Return the stages of a step; one that updates nothing is a single stage.
 
     Raises:
       ValueError: an update that must be driven stands in a scan or the like.
     """
-    step = Staged(program, ends)
+    program, step = files.program, Staged(files)
     if not any(map(holds_update, program.eqns)):
         if program.eqns:
             step.on_device(BEFORE, *consecutive([program.eqns], program.outputs, program.debug_info, {}))
