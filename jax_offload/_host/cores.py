@@ -46,6 +46,7 @@ from jax_offload._program.memory import (
     Box,
     assembled,
     box_of,
+    copy_on_host,
     gathered,
     is_host_aval,
     on_host,
@@ -168,9 +169,18 @@ def taken_over(arrays: Sequence[jax.Array]) -> Sequence[jax.Array]:
     """Make donated arrays the step's own, in their memory, without waiting.
 
     They are donated to a program that does nothing. It runs when all programs that read them have ended, marks them as
-    deleted for everybody else, and copies memory that is not XLA's own, such as NumPy's.
+    deleted for everybody else, and copies memory that is not XLA's own, such as NumPy's. A GPU refuses while somebody
+    holds a NumPy view; then they are copied.
     """
-    return _handed_over(tuple(x.sharding for x in arrays))(*arrays) if arrays else ()
+    try:
+        return _handed_over(tuple(x.sharding for x in arrays))(*arrays) if arrays else ()
+    except jax.errors.JaxRuntimeError:
+        if any(x.is_deleted() for x in arrays):
+            raise
+        copies = [copy_on_host(x) for x in arrays]
+        for x in arrays:
+            x.delete()
+        return copies
 
 
 @functools.lru_cache(256)

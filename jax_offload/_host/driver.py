@@ -282,9 +282,7 @@ class Driven:
         """The step in the programs that overlap best, or, if the check finds a fault there, as first cut."""
         free = self.donated | {*self._files.reads}
         try:
-            # several devices would reduce the gradients of replicated parameters once in each program
-            cut = segments and len(self._devices) == 1
-            found = arranged(step, may_be_cut=cut) if len(step.stages) > 1 else step
+            found = arranged(step, may_be_cut=segments and self._may_be_cut(step)) if len(step.stages) > 1 else step
             tasks = tasks_of(found, free)
             nodes = [Node(task, task.inputs, task.makes, takes={*task.over}) for task in tasks]
             check_order(nodes, [*found.consts, *found.arguments, *self._files.reads], found.results)
@@ -341,6 +339,18 @@ class Driven:
         """Return the first task, its program without ``jit``, and the step."""
         task, program = self._tasks[0]
         return task, program.__wrapped__, self._step  # pyright: ignore[reportFunctionMemberAccess]
+
+    def _may_be_cut(self, step: Staged) -> bool:
+        """Whether the pass may be in several programs: each would reduce gradients of replicated parameters by itself.
+        Files are read for one device at a time."""
+        several = len(self._devices) > 1
+        if self._files.reads and several:
+            return False
+        if len({device.process_index for device in self._devices}) > 1:
+            return False
+        updated = [v for v in step.next_of.values() if not is_host_aval(v.aval) and v.aval.ndim > 1]
+        places = [self._place_of(v) for v in updated] if several else []
+        return not any(s is None or s.is_fully_replicated for s in places)
 
     def _place_of(self, v: Var) -> Sharding | None:
         """Return a value's sharding, if it is known: the sharding of the value whose next value, or part, it is."""

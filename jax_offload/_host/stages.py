@@ -207,6 +207,7 @@ class Staged:
                 self.stages += _grouped(GROUP, [*self._from_disk(update, each.slices)])
             return
         device, (first, *later) = _shares(update)
+        first, device = _made_once(first, device)
         if len(self.stages) == 1:
             self.in_turn = _gradients_in_turn(update, device, self.stages[0])
         self.on_device(BEFORE, first.prelude)
@@ -344,21 +345,27 @@ def _scattered(update: Update) -> dict[Var, NamedSharding]:
 
 
 def _shares(update: Update) -> tuple[Update, Sequence[Schedule]]:
-    """Divide an update into the device's part, and the passes of the cores' part, by its plan.
-
-    Results that the prelude of the cores' first pass makes, such as a count, are its alone.
-    """
-    outputs, cores = update.program.outputs, {v for p in update.planned if p.on_cores for v in p.slice.outputs}
-    _, host = update.only([v in cores for v in outputs])
-    first, *later = host.updated_by(cores=True).passes
-    prelude = first.prelude
-    made = {v for eqn in prelude.jaxpr.eqns for v in eqn.outvars}
-    results = list(dict.fromkeys([*prelude.outputs, *(v for v in variables(outputs) if v in made)]))
-    prelude = slice_of([*prelude.jaxpr.eqns], results, prelude.jaxpr.debug_info, prelude.shards)
+    """Divide an update into the device's part, and the passes of the cores' part, by its plan."""
+    cores = {v for p in update.planned if p.on_cores for v in p.slice.outputs}
+    of_cores = [v in cores for v in update.program.outputs]
     silent = [e for e in update.program.eqns if not (e.effects and all(isinstance(v, DropVar) for v in e.outvars))]
     quiet = dataclasses.replace(update, program=dataclasses.replace(update.program, eqns=silent))
-    _, device = quiet.only([v not in cores and v not in made for v in outputs])  # the cores' part calls back
-    return device.updated_by(cores=False), [dataclasses.replace(first, prelude=prelude), *later]
+    _, device = quiet.only([not own for own in of_cores])  # the cores' part calls back
+    _, host = update.only(of_cores)
+    return device.updated_by(cores=False), host.updated_by(cores=True).passes
+
+
+def _made_once(cores: Schedule, device: Update) -> tuple[Schedule, Update]:
+    """Return the cores' first pass and the device's part, whose results that pass's prelude makes, such as a count."""
+    prelude = cores.prelude
+    made = {v for eqn in prelude.jaxpr.eqns for v in eqn.outvars}
+    both = [v for v in variables(device.program.outputs) if v in made]
+    if not both:
+        return cores, device
+    outputs = list(dict.fromkeys([*prelude.outputs, *both]))
+    prelude = slice_of([*prelude.jaxpr.eqns], outputs, prelude.jaxpr.debug_info, prelude.shards)
+    _, device = device.only([v not in made for v in device.program.outputs])
+    return dataclasses.replace(cores, prelude=prelude), device
 
 
 def _gradients_in_turn(update: Update, device: Update, pass_: Stage) -> list[Var]:
