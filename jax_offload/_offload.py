@@ -258,7 +258,9 @@ def offload(
             return where_it_was(updates, given), stored(old_where(skip, old, new), [leaf.host for leaf in after])
 
         args = updates, state, params, extra_args, skip
-        if nothing_moves and not any(map(on_host, jax.tree.leaves((updates, params)))):
+        # a step that has loaded its parameters recognizes their next values by the update's equation
+        has_loaded = arguments.facts().loaded is not None
+        if nothing_moves and not has_loaded and not any(map(on_host, jax.tree.leaves((updates, params)))):
             return recipe(*args)
         updates, state = streamed(recipe, args, next_of=(0, 1), options=options)
         return updates, in_files(state)

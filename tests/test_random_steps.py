@@ -67,6 +67,10 @@ def test_a_difference_is_noticed(mode):
         ({"skip": "skip", "bad batch": True, "optimizer": "noisy"}, "jax.jit"),  # a key in the state
         ({"further leaf": "half", "fraction": 0.0}, "jo.jit, parameters on the host"),  # a moment made of a parameter
         ({"target": "old", "fraction": 0.0}, "jo.jit, parameters on the host"),  # a copy of the old parameters
+        (  # gradients that the loss makes of parameters
+            {"oddity": "unchanged", "metrics": ("gradients",), "jitted inside": "update", "fraction": 0.0},
+            "jo.jit, parameters on the host",
+        ),
         ({"second": "alternating", "optimizer": "lookahead-like"}, "jo.jit, parameters on the host"),  # a dict
         ({"unused leaf": True, "outside": "masked"}, "pipelined, parameters on the host"),  # no update makes the leaf
         ({"stack": "indexed", "skip": "skip", "second": "gan", "optimizer": "rprop"}, "jo.jit"),  # its rewriting failed
