@@ -24,6 +24,7 @@ _NAME = re.compile(r"%([\w.\-]+)")
 _METADATA = re.compile(r", metadata=\{([^}]*)\}")
 _SCOPE = re.compile(r'op_name="((?:[^"\\]|\\.)*)"')
 _TOKEN = re.compile(rf"\(|\)|{_ARRAY.pattern}")
+_CONTRACTED = re.compile(r'\blhs_contracting_dim(?:ension)?s(?:=\{|":\[)([\d,"]*)')  # in HLO, in a backend's config
 _RUN_BY = re.compile(r"\b(?:condition|body|to_apply|true_computation|false_computation)=%([\w.\-]+)")
 
 # Operations that touch no values. The operations inside loops and branches are counted one by one.
@@ -169,11 +170,6 @@ class Op:
         """Return the operation and all operations inside it."""
         return [self, *(x for op in (self.body.ops if self.body else ()) for x in op.inside)]
 
-    def integers(self, attribute: str) -> list[int]:
-        """The numbers in ``attribute={1,2}``, or in ``"attribute":["1","2"]`` of a backend's config."""
-        found = re.search(rf'\b{attribute}(?:=\{{|":\[)([\d,"]*)[\]}}]', self.rest)
-        return [int(n) for n in re.findall(r"\d+", found[1])] if found else []
-
     @property
     def copy(self) -> tuple[bool, int] | None:
         """Return whether the copy between host and device loads, and its bytes; ``None`` if no copy starts here."""
@@ -277,18 +273,9 @@ class Computation:
     def root(self) -> Op:
         return next((op for op in self.ops if op.root), self.ops[-1])
 
-    @cached_property
-    def uses(self) -> dict[Op, list[tuple[Op, int]]]:
-        """Map each value to its users, with the value's position among their operands."""
-        found: dict[Op, list[tuple[Op, int]]] = {}
-        for op in self.ops:
-            for k, operand in enumerate(op.operands):
-                found.setdefault(operand, []).append((op, k))
-        return found
-
     def read(self, value: Op) -> int:
         """Return how many bytes of a value its users read."""
-        used = self.uses.get(value, ())
+        used = ((op, k) for op in self.ops for k, operand in enumerate(op.operands) if operand is value)
         return sum(self.read(op) if op.opcode == "bitcast" else op.read(k) for op, k in used)
 
 
@@ -360,7 +347,9 @@ def _matmul(op: Op) -> tuple[float, bool] | None:
     if lhs is None or rhs is None or out is None:
         return None
     if op.opcode == "dot" or target.startswith("__cublas"):
-        operations = 2 * out.size * math.prod(lhs.shape[d] for d in op.integers("lhs_contracting_dim(?:ension)?s"))
+        contracted = _CONTRACTED.search(op.rest)
+        dims = re.findall(r"\d+", contracted[1]) if contracted else ()
+        operations = 2 * out.size * math.prod(lhs.shape[int(d)] for d in dims)
     elif op.opcode == "convolution" or target.startswith("__cudnn$conv"):
         operations = _convolution(op, lhs, rhs, out)
     elif target.startswith("__cudnn$fmha"):
@@ -424,11 +413,10 @@ class Buffers:
         return self.arguments.get(self.find(op, place))
 
     def find(self, op: Op, place: Place = ()) -> Key:
-        key, way = (op, place), list[Key]()
+        key = op, place
         while (up := self._parent.get(key, key)) != key:
-            way.append(key)
+            self._parent[key] = self._parent.get(up, up)  # halve the way
             key = up
-        self._parent.update(dict.fromkeys(way, key))
         return key
 
     def _join(self, a: Key, b: Key) -> None:

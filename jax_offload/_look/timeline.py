@@ -147,8 +147,7 @@ class Program:
 
     def _costs(self, at: Computation) -> list[tuple[Cost, int, int]]:
         """Return each operation's cost, the loaded bytes that it begins to hold, and those that it releases."""
-        costs = zip(map(self._cost, at.ops), self.buffers.held(at), strict=True)
-        found = [(cost, begin, end) for cost, (begin, end) in costs]
+        found = [(self._cost(op), *held) for op, held in zip(at.ops, self.buffers.held(at), strict=True)]
         return [each for each in found if each != (Cost(), 0, 0)]
 
     def _cost(self, op: Op) -> Cost:
