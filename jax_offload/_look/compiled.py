@@ -29,7 +29,7 @@ from jax_offload._host.driver import Driven
 from jax_offload._host.stages import BEFORE
 from jax_offload._look.chips import Chip, chip, known_as
 from jax_offload._look.hlo import Module
-from jax_offload._look.report import fix_of, jitted, may_be_step, opened, replaced
+from jax_offload._look.report import fix_of, jitted, may_be_step, of_states, opened, replaced
 from jax_offload._program import private
 from jax_offload._program.memory import HOST_KIND, in_its_memory, is_host_aval, sharding_of
 from jax_offload._rewrite.rewritten import rewritten
@@ -232,9 +232,9 @@ def _given(
     infos = tree_flatten_with_path(step.args_info)[0]
     paths, donated = [path for path, _ in infos], [info.donated for _, info in infos]
     avals, names = step.jaxpr.in_avals, step.jaxpr.jaxpr.debug_info.arg_names or [""] * len(paths)
-    by_name: dict[Any, bool] = dict(zip(names_of(carried), _of_states(carried), strict=True)) if carried else {}
+    by_name: dict[Any, bool] = dict(zip(names_of(carried), of_states(carried), strict=True)) if carried else {}
     found = list[Argument]()
-    for k, (path, aval, name, own) in enumerate(zip(paths, avals, names, _of_states(step.args_info), strict=True)):
+    for k, (path, aval, name, own) in enumerate(zip(paths, avals, names, of_states(step.args_info), strict=True)):
         host = is_host_aval(aval)
         state = host or own or by_name.get(getattr(path[-1], "key", None), False)
         waits = bool(carried) and getattr(path[1], "idx", None) == 1
@@ -259,15 +259,6 @@ def _replacing(step: Any) -> dict[int, int]:
         found |= dict(enumerate(of, first))
         first += len(jax.tree.leaves(x))
     return found
-
-
-def _of_states(tree: Any) -> list[bool]:
-    """Say for each leaf whether it is in an optimizer's state: a subtree whose class is from optax or this package."""
-
-    def is_state(x: Any) -> bool:
-        return type(x).__module__.split(".")[0] in ("optax", "jax_offload") and not hasattr(x, "shape")
-
-    return [is_state(x) for x in jax.tree.leaves(tree, is_leaf=is_state) for _ in jax.tree.leaves(x)]
 
 
 def _numbered(module: Module, given: Sequence[Argument]) -> dict[int, Argument]:
@@ -397,43 +388,44 @@ def target_of(name: str) -> Target:
     raise ValueError(f"target: cannot compile for {name!r}. Known: {known} (of a TPU any topology).")
 
 
-def _described(target: Target, name: str, **kwargs: Any) -> Any:
-    """Return the topology of that name.
+@functools.cache
+def _devices(target: Target, n: int) -> list[Any]:
+    """Return ``n`` devices of a target.
 
     If jax started before the environment was set, it has given up the plugin for GPUs and knows no topologies of cuda.
     The plugin is then initialized once more. A plugin that cannot describe a chip at all fails in the same way.
     """
     prepare()
-    for again in (False, True):
-        try:
-            if again:
-                importlib.import_module(_CUDA_PLUGIN).initialize()
-            return topologies.get_topology_desc(platform=target.platform, topology_name=name, **kwargs)
-        except (NotImplementedError, ImportError) as error:
-            if again or target.platform != "cuda":
-                raise ValueError(
-                    f"target: jax's plugin that compiles for {target.name} cannot describe a chip that is not there "
-                    f"({error}). Its version has to be jax's own: pip install --upgrade 'jax_offload[aot]' "
-                    f"'jax=={jax.__version__}'."
-                ) from error
-        except jax.errors.JaxRuntimeError as error:
-            kind, _, topology = name.partition(":")
-            raise ValueError(
-                f"target: {kind} has no topology {topology!r}: {str(error).splitlines()[0]}. Known: "
-                f"{_TPUS.get(kind, 'none')} and larger ones."
-            ) from error
-
-
-@functools.cache
-def _devices(target: Target, n: int) -> list[Any]:
+    given: dict[str, Any] = {"platform": target.platform, "topology_name": target.name}
     if target.platform == "cuda":
         spec = Path(__file__).with_name(f"{target.name}.txtpb").read_text()
-        described = _described(target, target.name, target_config=spec, topology=f"1x1x{n}")
-    else:
-        described = _described(target, target.name)
-    if len(described.devices) < n:
-        raise ValueError(f"target: the step is for {n} devices, and {target.name} has {len(described.devices)}.")
-    return list(described.devices)[:n]
+        given |= {"target_config": spec, "topology": f"1x1x{n}"}
+
+    def described() -> list[Any]:
+        return list(topologies.get_topology_desc(**given).devices)
+
+    try:
+        try:
+            devices = described()
+        except (NotImplementedError, ImportError):
+            if target.platform != "cuda":
+                raise
+            importlib.import_module(_CUDA_PLUGIN).initialize()
+            devices = described()
+    except (NotImplementedError, ImportError) as error:
+        raise ValueError(
+            f"target: jax's plugin that compiles for {target.name} cannot describe a chip that is not there ({error}). "
+            f"Its version has to be jax's own: pip install --upgrade 'jax_offload[aot]' 'jax=={jax.__version__}'."
+        ) from error
+    except jax.errors.JaxRuntimeError as error:
+        kind, _, topology = target.name.partition(":")
+        raise ValueError(
+            f"target: {kind} has no topology {topology!r}: {str(error).splitlines()[0]}. Known: "
+            f"{_TPUS.get(kind, 'none')} and larger ones."
+        ) from error
+    if len(devices) < n:
+        raise ValueError(f"target: the step is for {n} devices, and {target.name} has {len(devices)}.")
+    return devices[:n]
 
 
 def compile_for(target: Target, module: Any, n: int, options: dict[str, Any]) -> Any:

@@ -288,31 +288,22 @@ class Inspection:
         parts += [host or ("pinned host memory", in_mib(self.host))]
         parts += [("  temporaries", in_mib(self.host_temp))] if self.host_temp else []
         which = f", program {self.program!r}" if self.program else ""
-        found: list[tuple[str, Sequence[tuple[str, ...]]]] = [(f"device: {self.target}{which}", [("", "MiB"), *parts])]
+        tables: list[tuple[str, list[str]]] = [(f"device: {self.target}{which}", aligned([("", "MiB"), *parts], [1]))]
         if t := self.timeline:
             times = [("step", t.step), ("  compute", t.compute), ("  waits for transfers", t.exposed)]
             times += [("  waits for collectives", t.exposed_collectives)] if t.collectives else []
             rows = [(name, in_seconds(seconds)) for name, seconds in [*times, ("link alone, both ways", t.link)]]
-            found.append((f"simulated on {t.chip}, not measured", [("", "time"), *rows]))
+            tables.append((f"simulated on {t.chip}, not measured", aligned([("", "time"), *rows])))
         if self.transfers:
             by_bytes = sorted(self.transfers, key=lambda t: (-t.nbytes, t.leaf, not t.loads))
             rows = [(t.leaf, "load" if t.loads else "store", in_mib(t.nbytes), f"{t.hidden:.0%}") for t in by_bytes]
             rows = rows if len(rows) <= 40 else [*rows[:39], (f"... and {len(rows) - 39} more", "", "", "")]
-            found.append(("transfers", [("leaf", "way", "MiB", "hidden"), *rows]))
+            tables.append(("transfers", aligned([("leaf", "way", "MiB", "hidden"), *rows], [2, 3])))
         rows = [("error" if p.error else "warning", str(p)) for p in self.problems]
         rows = rows or [("none", "")]
         rows += [("not seen", self.unseen)] if self.unseen else []
-        found.append(("problems", rows))
-        return "\n\n".join(
-            "\n".join([title, *(f"  {line}" for line in aligned(rows, _numeric(rows)))]) for title, rows in found
-        )
-
-
-def _numeric(rows: Sequence[Sequence[str]]) -> list[int]:
-    """The columns below the header that hold numbers, which end flush."""
-    columns = zip(*rows[1:], strict=True)
-    return [k for k, cells in enumerate(columns)
-            if all(cell.replace(".", "").strip("-%").isdigit() for cell in cells if cell)]  # fmt: skip
+        tables.append(("problems", aligned(rows)))
+        return "\n\n".join("\n  ".join([title, *lines]) for title, lines in tables)
 
 
 def inspect(

@@ -42,6 +42,7 @@ from jax_offload._step.pipelined import pipelined
 RECOMPUTED = 17  # elements that the one layer under recomputation holds, for each token and column of its width
 GATHERED = 3  # layers that are whole on a device where parameters are divided: in use, prefetched, and a gradient
 TRIES = 3  # how many fractions are tried
+ADVICE = "nothing is compiled: pip install 'jax_offload[aot]' and target=\"h100\" give each row's peak and time"
 FLOATING = ("bfloat16", "float16", "float32", "float64")
 AXIS = "data"  # the mesh axis of a model that is only known by its number of parameters
 PER_WIDTH = 128  # such a model has this many columns of width per layer, and its width is a multiple of this
@@ -131,9 +132,20 @@ def plan(
     if callable(tx) and isinstance(params, _OPTIMIZERS):
         made, tx = Steps(tx, args, target), _transformation(params)
         params = made.parameters(_inner_of(tx)[0])
-        said += [] if made.target else [f"nothing is compiled: {made.advice}"]
+        said += [ADVICE] if target is None else []
     else:
-        _check_sizes(tx := _transformation(tx), args, target)
+        tx = _transformation(tx)
+        if args:
+            raise TypeError(
+                f"plan(tx, params) takes the parameters alone, and plan(make, tx) a function that makes a step; got "
+                f"{2 + len(args)} arguments. To look at one step: jo.inspect(step, *args, target=...)."
+            )
+        if target is not None:
+            raise ValueError(
+                f"target: compiles a step, plan(make, tx, target={target!r}), and an optimizer alone is none. Give "
+                f"chip={target!r} instead."
+            )
+        check_inner(tx, "tx")
     tokens, layers, width = (
         None if value is None else count_of(name, value)
         for name, value in (("tokens_per_step", tokens_per_step), ("layers", layers), ("width", width))
@@ -173,7 +185,7 @@ def plan(
         )
     multiplied = sum(math.prod(np.shape(x)) for x in leaves if np.ndim(x) >= 2)
     compute = known and tokens and compute_time(known, operations * multiplied * tokens / count, dtype)
-    if known and compute and (made is None or made.target is None):
+    if known and compute and (made is None or target is None):
         speed = f"{1e-12 / compute_time(known, 1.0, dtype):.4g} TFLOP/s"
         speed += f" on each of {count} devices" if count > 1 else ""
         said.append(
@@ -208,21 +220,6 @@ def plan(
     ]
     said = [f"{_dtypes(params, inner)}; {count} device{'s' * (count > 1)}", *said, *rows.notes]
     return dataclasses.replace(setting, options=tuple(found), said=tuple(said))
-
-
-def _check_sizes(tx: Any, args: Sequence[Any], target: str | None) -> None:
-    """Raise an error for what ``plan(tx, params)`` does not take."""
-    if args:
-        raise TypeError(
-            f"plan(tx, params) takes the parameters alone, and plan(make, tx) a function that makes a step; got "
-            f"{2 + len(args)} arguments. To look at one step: jo.inspect(step, *args, target=...)."
-        )
-    if target is not None:
-        raise ValueError(
-            f"target: compiles a step, plan(make, tx, target={target!r}), and an optimizer alone is none. Give "
-            f"chip={target!r} instead."
-        )
-    check_inner(tx, "tx")
 
 
 def _activations(
@@ -333,15 +330,10 @@ class Steps:
 
     Attributes:
       target: the chip to compile for; ``None`` if nothing is compiled.
-      advice: how to compile for one.
     """
 
     def __init__(self, make: Callable[..., Any], args: Sequence[Any], target: str | None) -> None:
-        self.make, self.args = make, args
-        missing = "" if target is None else target_of(target).missing
-        self.target = None if missing else target
-        self.advice = f"{missing} is not installed; " if missing else ""
-        self.advice += "pip install 'jax_offload[aot]' and target=, such as \"h100\", give each row's peak and time"
+        self.make, self.args, self.target = make, args, target
         self._donated: tuple[int, ...] = ()
         self._resident: float | None = None  # the seconds of arithmetic in the first row, for steps of several programs
 

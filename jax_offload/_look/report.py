@@ -113,14 +113,9 @@ def jitted(
         raise
     calls = [(eqn.invars, flags) for eqn in traced.eqns if (flags := eqn.params.get("donated_invars"))]
     donated = {v for operands, flags in calls for v, is_donated in zip(operands, flags, strict=True) if is_donated}
-    flags = iter([v in donated for v in traced.invars])
-
-    def donates(argument: Any) -> bool:
-        own = [next(flags) for _ in jax.tree.leaves(argument)]
-        return bool(own) and all(own)
-
-    positions = [k for k, x in enumerate(args) if donates(x)]
-    names = [name for name, x in sorted(kwargs.items()) if donates(x)]
+    by_place, by_name = jax.tree.unflatten(jax.tree.structure((args, kwargs)), [v in donated for v in traced.invars])
+    positions = [k for k, x in enumerate(by_place) if (flags := jax.tree.leaves(x)) and all(flags)]
+    names = [name for name, x in by_name.items() if (flags := jax.tree.leaves(x)) and all(flags)]
     return jax.jit(of_arrays, donate_argnums=positions, donate_argnames=names), args, kwargs
 
 
@@ -142,6 +137,12 @@ def replaced(args: Sequence[Any], results: Any) -> dict[int, Any]:
         if same is not None:
             found[k] = left.pop(same)
     return found
+
+
+def of_states(tree: Any) -> list[bool]:
+    """Say for each leaf whether it is in an optimizer's state."""
+    parts = jax.tree.leaves(tree, is_leaf=lambda x: is_state(x) or is_on_disk(x))
+    return [is_state(x) for x in parts for _ in jax.tree.leaves(x, is_leaf=is_on_disk)]
 
 
 ARGUMENT = "argument"  # why a row of a step's table is there
@@ -318,15 +319,10 @@ def _beside(args: Any, kwargs: Any, paths: Sequence[Any], rows: Sequence[Leaf]) 
     """Return the rows of the arrays that stay on the device in an argument whose other arrays, and no optimizer's
     state, are in host memory."""
 
-    def is_whole(x: Any) -> bool:
-        return is_state(x) or is_on_disk(x)
-
-    parts = jax.tree.leaves((args, kwargs), is_leaf=is_whole)
-    of_state = [is_state(x) for x in parts for _ in jax.tree.leaves(x, is_leaf=is_on_disk)]
     # the state of an nnx.Optimizer is no tuple of optax when it is split, but flax has a name for it
     given = [
         (path, row)
-        for path, row, state in zip(paths, rows, of_state, strict=True)
+        for path, row, state in zip(paths, rows, of_states((args, kwargs)), strict=True)
         if not (state or "opt_state" in jax.tree_util.keystr(path))
     ]
     partly = {path[:2] for path, row in given if row.host}
@@ -493,17 +489,14 @@ def _folded(leaves: Sequence[Leaf]) -> list[Row]:
     for k in range(1, max((len(path) for path, _ in rows), default=0), 2):
         joined: dict[object, Row] = {}
         for path, of in rows:
-            key: object = id(path)
+            x, key = of[0], id(path)
             if k < len(path):
-                x = of[0]
                 shown = x.shape, str(x.dtype), x.sharding, x.host, x.disk, x.why, x.streams
                 key = shown, str(path[:k]), str(path[k + 1 :]), path[k][0].isdigit()
-            if key in joined:
-                choices, others = joined[key][0][k], joined[key][1]
-                choices += [piece for piece in path[k] if piece not in choices]
-                others += of
-            else:
-                joined[key] = path, of
+            first, together = joined.setdefault(key, (path, []))
+            together += of
+            if first is not path:
+                first[k] += [piece for piece in path[k] if piece not in first[k]]
         rows = list(joined.values())
     return sorted(rows, key=lambda row: -_total(row[1]))
 

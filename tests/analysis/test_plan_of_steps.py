@@ -1,5 +1,7 @@
 """``jo.plan(make, tx)``: the rows of a step of yours, compiled for a chip that need not be there."""
 
+import importlib.util
+
 import jax
 import jax.numpy as jnp
 import optax
@@ -37,6 +39,13 @@ def test_without_a_target_only_what_is_exact():
         return jo.jit(lambda *given: step(*given)), *args
 
     assert jo.plan(jitted, ADAMW, chip="h100", device_memory="1GiB").options == found.options
+
+
+def test_a_target_whose_compiler_is_not_installed(monkeypatch):
+    """It is an error, as in ``inspect``, and no table without peaks."""
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ValueError, match=r"target: jax-cuda13-plugin, which compiles for h200, is not installed"):
+        jo.plan(maker(), ADAMW, target=H200)
 
 
 @pytest.mark.parametrize("inner", [ADAMW, CLIPPED], ids=["adamw", "clipped"])
