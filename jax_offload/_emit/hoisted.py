@@ -43,6 +43,10 @@ def scanned(plan: InScan, env: Mapping[Var, Any], names: Names) -> Values:
     emitter = Emitter(plan, _buffers(plan, names), others, scan, plan.kept, plan.fed, again)
     consts, init, hand = [value(v) for v in scan.consts], [value(v) for v in scan.init], emitter.first(env)
     xs = {k: value(v) for k, v in enumerate(scan.xs) if k not in plan.reread and k not in plan.fed}
+    if not plan.ahead:
+        rows, init = together(([*hand.loaded.values()], init))
+        hand.loaded = dict(zip(hand.loaded, rows, strict=True))
+        hand.new = hand.new | hand.loaded
     emit = emitter.loop if plan.nest is None else functools.partial(emitter.nested, plan.nest)
     carried, ys, hand = emit(consts, init, xs, hand)
     emitter.buffers.exchange(hand.wholes, hand.new, plan.last_row, [], 0)
