@@ -409,15 +409,17 @@ def test_clipped_and_pipelined(form, gradients):
 
 
 @pytest.mark.parametrize("differentiates", [False, True])
-@pytest.mark.parametrize("scans", [False, True])
-def test_an_evaluation_loads_layer_by_layer(scans, differentiates):
+@pytest.mark.parametrize("model", ["scanned", "in a shard_map", "unrolled"])
+def test_an_evaluation_loads_layer_by_layer(model, differentiates):
     """A function without an update does so under ``jo.jit``."""
-    sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    mesh, scans = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Auto,)), model != "unrolled"
+    sharding = NamedSharding(mesh, PartitionSpec())
     shapes = {"layers": (4, 128, 128)} if scans else {f"w{k}": (128, 128) for k in range(6)}
     params = {k: jnp.full(s, 0.001, device=sharding) for k, s in shapes.items()}
     params["head"] = jnp.ones((128, 8), device=sharding)
     x, there = jnp.ones((64, 128), device=sharding), jo.to_host(params)
     loss = layered if scans else functools.partial(unrolled, jax.checkpoint(plain))
+    loss = jax.shard_map(loss, mesh=mesh, **SHARDED) if model == "in a shard_map" else loss
     fun = jax.value_and_grad(loss) if differentiates else loss
     evaluate = jo.jit(fun)
     rows = [leaf for leaf in jo.placement(evaluate, there, x).leaves if leaf.host]

@@ -130,8 +130,8 @@ def inside_shard_maps(program: Program) -> Program:
         for at, eqn in enumerate(program.eqns):
             if eqn.primitive.name == "shard_map" and _is_manual(eqn) and (moved := find(program, at)):
                 return _transfers_inside(_moved_inside(program, at, moved), divided=False)
-    is_step = any(eqn.primitive.name == "shard_map" and holds_update(eqn) for eqn in program.eqns)
-    return _transfers_inside(program, divided=True) if is_step else program
+    is_outside = any(holds_update(eqn) and eqn.primitive.name != "shard_map" for eqn in program.eqns)
+    return program if is_outside else _transfers_inside(program, divided=True)
 
 
 def _transfers_inside(program: Program, *, divided: bool) -> Program:

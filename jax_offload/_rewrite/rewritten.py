@@ -81,7 +81,7 @@ def rewritten(closed: ClosedJaxpr) -> ClosedJaxpr:
                 return within.closed
     except Exception as fault:  # whatever is wrong with a rewritten step, the one that was written runs
         return _saying(closed, [tell("the step runs as written, and hides no transfers", fault)])
-    if found is not None:
+    if found is not None and found.step.updates:
         return _saying(closed, found.stays)
     return _by_step(whole) or _saying(closed, _why_not(program))
 
@@ -269,15 +269,15 @@ def _by_step(program: Program) -> ClosedJaxpr | None:
     """Rewrite the body of a loop over steps, or of a ``shard_map``, that holds a step's only update, as a step; and
     the bodies of other ``shard_map``s that load parameters from host memory."""
     holding = [eqn for eqn in program.eqns if holds_update(eqn)]
-    if len(holding) != 1 or program.effects:
+    if len(holding) > 1 or program.effects:
         return None
-    if not _is_sharded(holding[0]) and scan_of(holding[0]) is None:
+    if not all(_is_sharded(eqn) or scan_of(eqn) is not None for eqn in holding):
         return None
 
     def rule(new: Builder, eqn: Equation, operands: list[Atom]) -> Sequence[Atom] | None:
-        if (scan := scan_of(eqn)) is not None and eqn is holding[0]:
+        if (scan := scan_of(eqn)) is not None and eqn in holding:
             run = functools.partial(_steps, scan)
-        elif _is_sharded(eqn) and (eqn is holding[0] or any(is_host_aval(v.aval) for v in operands)):
+        elif _is_sharded(eqn) and (eqn in holding or any(is_host_aval(v.aval) for v in operands)):
             body = without_effects_of_axes(flat(ClosedJaxpr(eqn.params["jaxpr"], []))).closed
             run = sharded_like(eqn, lambda *operands: jax_fun(rewritten(body))(*operands))
         else:
