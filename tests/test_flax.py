@@ -242,6 +242,7 @@ def step_of(kind, tx, moved):
     return step, (params, tx.init(params))
 
 
+@pytest.mark.daily("each library")
 @pytest.mark.parametrize("kind", ["linen", "linen that loads", "nnx", "nnx.Optimizer"])
 def test_parameters_of_scanned_layers_in_host_memory(kind):
     """``jo.to_host`` moves them, and the scans load their rows; values are those of plain optax."""

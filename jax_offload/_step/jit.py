@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import inspect
 import types
 import warnings
 import weakref
-from collections.abc import Callable, Hashable, Mapping, Sequence, Set
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence, Set
 from typing import Any, cast
 
 import jax
@@ -221,7 +222,7 @@ def _put(tree: Any, places: Any) -> Any:
     def put(place: Any, part: Any) -> Any:
         return part if place is None else jax.tree.map(functools.partial(moved, place), part)
 
-    return jax.tree.map(put, places, tree, is_leaf=lambda x: x is None)
+    return jax.tree.map(put, places, tree, is_leaf=_is_none)
 
 
 class Step:
@@ -354,6 +355,10 @@ class Jitted:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if traces():
             return self._inner(*args, **kwargs)
+        with _naming(self._fun, self._options.get("in_shardings"), args):
+            return self._called_with(args, kwargs)
+
+    def _called_with(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         jitted = self._outermost(args, kwargs)
         if not (self._was_called or jax.config.jax_disable_jit):  # pyright: ignore[reportAttributeAccessIssue]
             self._was_called = True
@@ -369,7 +374,8 @@ class Jitted:
 
     def trace(self, *args: Any, **kwargs: Any) -> jax.stages.Traced:
         """The same method as on the result of ``jax.jit``."""
-        traced = self._outermost(args, kwargs).trace(*args, **kwargs)
+        with _naming(self._fun, self._options.get("in_shardings"), args):
+            traced = self._outermost(args, kwargs).trace(*args, **kwargs)
         return traced if Undone.found_in(traced.out_info) is None else self._inner.trace(*args, **kwargs)
 
     def without_static(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -405,6 +411,34 @@ class Jitted:
 
     def __reduce__(self) -> Any:
         return functools.partial(jit, **self._options), (self._fun,)
+
+
+@contextlib.contextmanager
+def _naming(step: Callable[..., Any], places: Any, args: Sequence[Any]) -> Iterator[None]:
+    """Name the argument that is in another memory than ``in_shardings``, the ``places``, say: jax tells only its type."""
+    try:
+        yield
+    except ValueError as error:
+        if not str(error).startswith("Memory kinds passed to jax.jit"):
+            raise
+        named = dict(zip(inspect.signature(step).parameters, args, strict=False))
+        given = {name: x for name, x in named.items() if not _is_static(x)}
+        places = [*places] if isinstance(places, list | tuple) else [places] * len(given)
+        for (name, x), place in zip(given.items(), places, strict=False):
+            wanted = jax.tree.leaves(jax.tree.broadcast(place, x, is_leaf=_is_none), is_leaf=_is_none)
+            for (path, leaf), own in zip(jax.tree_util.tree_flatten_with_path(x)[0], wanted, strict=True):
+                kind, says = (getattr(s, "memory_kind", None) for s in (getattr(leaf, "sharding", None), own))
+                if None not in (kind, says) and kind != says:
+                    raise ValueError(
+                        f"in_shardings: {name}{keystr(path)} is in memory of the kind {kind!r}, and they say {says!r}; "
+                        "jit moves no argument between memories. Fix: in its place None, or "
+                        f"jax.tree.map(lambda x: x.sharding, {name})."
+                    ) from error
+        raise
+
+
+def _is_none(x: Any) -> bool:
+    return x is None
 
 
 def _warn_of_uncommitted(step: Callable[..., Any], traced: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
