@@ -124,7 +124,7 @@ def largest(way: str) -> dict[str, Any]:
     return found
 
 
-TOYS = [(n, "h200", FULL) for n in (32768, 16384, 512)] + [(16384, "h200", HALF)]
+TOYS = [(n, "h200", FULL) for n in (32768, 16384, 512)] + [(n, "h200", HALF) for n in (16384, 32768)]
 TOYS += [(n, "v5e:1x1", FULL) for n in (512, 16384)]
 WAYS = "resident", "state", "both"
 CASES = [Case(n, way, target, dtype) for n, target, dtype in TOYS for way in WAYS]

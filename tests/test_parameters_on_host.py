@@ -614,6 +614,22 @@ def test_an_average_of_the_parameters_streams_with_the_update(fraction):
     assert_close(after, jax.jit(step)(params, state, params, x)[2], 1e-6)
 
 
+@pytest.mark.parametrize("where", ["host", "device"])
+def test_a_step_that_is_jitted_twice(where):
+    """``plan`` compiles the step of ``make`` so, if ``jo.jit`` has made it."""
+
+    def loss(params, tokens):
+        x, _ = jax.lax.scan(lambda x, w: (plain(x, w), None), params["embed"][tokens], params["layers"])
+        return ((x @ params["head"]) ** 2).mean()
+
+    shapes = {"embed": (512, 128), "layers": (4, 128, 128), "head": (128, 128)}
+    params = {k: jnp.full(s, 0.01, device=jax.devices()[0]) for k, s in shapes.items()}
+    tokens, tx = jnp.arange(64, device=jax.devices()[0]), jo.offload(ADAMW)
+    step = jo.jit(trained(tx, loss, "update_params"))
+    args = jo.to_host(params, loss, tokens) if where == "host" else params, tx.init(params), tokens
+    assert_close(jo.jit(lambda *args: step(*args))(*args), step(*args), 0)
+
+
 def test_an_abstract_parameter_says_where_it_is():
     sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     there = jo.to_host(jax.ShapeDtypeStruct((4, 128, 128), "float32", sharding=sharding))

@@ -351,7 +351,7 @@ class Network:
     def stores(self) -> Iterator[tuple[int, Var]]:
         """The values that the passes send to the host, gradients that wait there, with their places."""
         defined = [v for node in self.order if isinstance(node.payload, Equation) for v in node.makes]
-        return ((self.after[v], v) for v in defined if is_host_aval(v.aval) and self.after[v] >= 0)
+        return ((self.after[v], v) for v in defined if is_host_aval(v.aval) and v in self.read and self.after[v] >= 0)
 
     def front(self, k: int) -> Var | None:
         """The value with which a pass continues after node ``k``: its last large value that a later node needs.
