@@ -129,16 +129,13 @@ def inside_shard_maps(program: Program) -> Program:
     for find in (_after_shard_map, _before_shard_map):
         for at, eqn in enumerate(program.eqns):
             if eqn.primitive.name == "shard_map" and _is_manual(eqn) and (moved := find(program, at)):
-                return _transfers_inside(_moved_inside(program, at, moved), divided=False)
+                return _transfers_inside(_moved_inside(program, at, moved))
     is_outside = any(holds_update(eqn) and eqn.primitive.name != "shard_map" for eqn in program.eqns)
-    return program if is_outside else _transfers_inside(program, divided=True)
+    return program if is_outside else _transfers_inside(program)
 
 
-def _transfers_inside(program: Program, *, divided: bool) -> Program:
-    """Let each ``shard_map`` load what it reads, and store what it makes for host memory.
-
-    ``divided``: whether this includes what it divides, as a step inside it does with the state.
-    """
+def _transfers_inside(program: Program) -> Program:
+    """Let each ``shard_map`` load what it reads, and store what it makes for host memory."""
     origins = {eqn.outvars[0]: eqn.invars[0] for eqn in program.eqns if is_load(eqn)}
     readers = Counter(v for eqn in program.eqns for v in {*variables(eqn.invars)})
     readers.update(variables(program.outputs))
@@ -149,10 +146,9 @@ def _transfers_inside(program: Program, *, divided: bool) -> Program:
             return operands
         if eqn.primitive.name != "shard_map" or not _is_manual(eqn):
             return None
-        specs, out_specs = eqn.params["in_specs"], eqn.params["out_specs"]
-        of = [None if isinstance(v, Literal) or (any(spec) and not divided) else origins.get(v)
-              for v, spec in zip(eqn.invars, specs, strict=True)]  # fmt: skip
-        store = [v in stored and (divided or not any(spec)) for v, spec in zip(eqn.outvars, out_specs, strict=True)]
+        specs = eqn.params["in_specs"]
+        of = [None if isinstance(v, Literal) else origins.get(v) for v in eqn.invars]
+        store = [v in stored for v in eqn.outvars]
         if not any(store) and all(x is None for x in of):
             return None
         given = [v if x is None else x for v, x in zip(operands, of, strict=True)]

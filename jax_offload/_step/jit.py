@@ -415,7 +415,7 @@ class Jitted:
 
 @contextlib.contextmanager
 def _naming(step: Callable[..., Any], places: Any, args: Sequence[Any]) -> Iterator[None]:
-    """Name the argument that is in another memory than ``in_shardings``, the ``places``, say: jax tells only its type."""
+    """Name the argument that is in another memory than ``in_shardings`` say: jax tells its type, and not its name."""
     try:
         yield
     except ValueError as error:
