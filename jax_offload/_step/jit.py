@@ -421,19 +421,21 @@ def _naming(step: Callable[..., Any], places: Any, args: Sequence[Any]) -> Itera
     except ValueError as error:
         if not str(error).startswith("Memory kinds passed to jax.jit"):
             raise
-        named = dict(zip(inspect.signature(step).parameters, args, strict=False))
-        given = {name: x for name, x in named.items() if not _is_static(x)}
-        places = [*places] if isinstance(places, list | tuple) else [places] * len(given)
-        for (name, x), place in zip(given.items(), places, strict=False):
-            wanted = jax.tree.leaves(jax.tree.broadcast(place, x, is_leaf=_is_none), is_leaf=_is_none)
-            for (path, leaf), own in zip(jax.tree_util.tree_flatten_with_path(x)[0], wanted, strict=True):
-                kind, says = (getattr(s, "memory_kind", None) for s in (getattr(leaf, "sharding", None), own))
-                if None not in (kind, says) and kind != says:
-                    raise ValueError(
-                        f"in_shardings: {name}{keystr(path)} is in memory of the kind {kind!r}, and they say {says!r}; "
-                        "jit moves no argument between memories. Fix: in its place None, or "
-                        f"jax.tree.map(lambda x: x.sharding, {name})."
-                    ) from error
+        named = zip(inspect.signature(step).parameters, args, strict=False)
+        given = {name: x for name, x in named if not _is_static(x)}
+        places = places if isinstance(places, list | tuple) else [places] * len(given)
+        if len(places) != len(given):  # an argument without leaves
+            raise
+        wanted = jax.tree.broadcast(dict(zip(given, places, strict=True)), given, is_leaf=_is_none)
+        leaves = jax.tree_util.tree_flatten_with_path(given)[0]
+        for ((argument, *path), x), place in zip(leaves, jax.tree.leaves(wanted, is_leaf=_is_none), strict=True):
+            kind, says = (getattr(s, "memory_kind", None) for s in (getattr(x, "sharding", None), place))
+            if None not in (kind, says) and kind != says:
+                raise ValueError(
+                    f"in_shardings: {argument.key}{keystr(tuple(path))} is in memory of the kind {kind!r}, and they "
+                    f"say {says!r}; jit moves no argument between memories. Fix: in its place None, or "
+                    f"jax.tree.map(lambda x: x.sharding, {argument.key})."
+                ) from error
         raise
 
 
