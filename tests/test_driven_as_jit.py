@@ -448,6 +448,21 @@ def test_disabled():
         assert jo.jit(step)(jnp.ones(3)).sum() == 6
 
 
+def test_a_function_with_attributes_named_like_methods():
+    def step(x):
+        return x + 1
+
+    step.trace = step.lower = "the function's own"
+    jitted = jo.jit(step)
+    assert jitted(1) == 2
+    assert jitted.trace == jax.jit(step).trace == "the function's own"
+
+
+def test_none_is_no_function():
+    with pytest.raises(TypeError, match="callable"):
+        jo.jit(None)
+
+
 def test_method():
     class Model:
         by = 3

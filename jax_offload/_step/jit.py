@@ -30,7 +30,7 @@ from jax_offload._rewrite.inlined import explained, traced_step
 from jax_offload._rewrite.rewritten import is_driven, rewritten
 
 
-def jit(fun: Callable[..., Any] | None = None, **options: Any) -> Any:
+def jit(fun: Callable[..., Any] | types.EllipsisType = ..., **options: Any) -> Any:
     """Jit a training step as ``jax.jit`` does, and hide the transfers of its optimizer state.
 
     Where a ``lax.scan`` makes the gradients of stacked layers, each layer is updated inside that scan as soon as its
@@ -73,7 +73,7 @@ def jit(fun: Callable[..., Any] | None = None, **options: Any) -> Any:
       >>> state[0].mu.sharding.memory_kind
       'pinned_host'
     """
-    if fun is None:
+    if isinstance(fun, types.EllipsisType):
         return functools.partial(jit, **options)
     return Jitted(fun, options)
 
@@ -260,7 +260,7 @@ class Step:
         named = {name: x for name, x in kwargs.items() if _is_static(x)}
         static = frozenset((*numbers, *named))
         given = _without(static, args, kwargs)
-        step = functools.partial(fun, **named) if named else fun
+        step = functools.partial(fun, **named)  # jax.make_jaxpr would call an attribute of the function named trace
         closed, result = traced_step(step, *args, static=numbers, named=given[1])
         on_disk = any(map(is_on_disk, jax.tree.leaves(given, is_leaf=is_on_disk)))  # no program can take it
         if self._driven and (on_disk or is_driven(closed)):
