@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -21,7 +22,7 @@ import pytest
 from optax import contrib
 
 import jax_offload as jo
-from tests.support.random_steps import OPTIMIZERS, WRAPPERS, matrices
+from tests.support.random_steps import OPTIMIZERS, WRAPPERS, is_float, matrices
 from tests.support.trees import FAST, assert_same, eligible, kinds
 
 DEVICE = jax.devices()[0]
@@ -228,52 +229,38 @@ def under_vmap(step: Any, init: Any, params: Any) -> Any:
     return jax.vmap(functools.partial(eagerly, step, init))(many)
 
 
-WAYS = {"eagerly": eagerly, "scan": in_a_scan, "cond": in_a_cond, "vmap": under_vmap}
+def differentiated(step: Any, init: Any, params: Any) -> Any:
+    """Through two updates, of which the second one reads the state that the first one makes."""
+
+    def scalar(params: Any) -> Any:
+        parts = [x for x in jax.tree.leaves(jo.to_device(eagerly(step, init, params))) if is_float(x)]
+        return sum(jnp.sum(jnp.sin(x) * (k + 1)) for k, x in enumerate(parts))
+
+    return jax.value_and_grad(scalar)(params)
 
 
-@pytest.mark.oldest("scans, branches, batching of factored leaves")
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("name", MODES)
-def test_around_an_update(way, name):
+WAYS = {"eagerly": eagerly, "scan": in_a_scan, "cond": in_a_cond, "vmap": under_vmap, "grad": differentiated}
+CASES = [*itertools.product(MODES, [way for way in WAYS if way != "grad"])]
+CASES += [(name, "grad") for name in ("adamw, chunks", "MultiSteps", "factored, chunks")]
+DAILY = pytest.mark.daily("derivatives by a state")
+
+
+@pytest.mark.oldest("scans, branches, batching of factored leaves, derivatives by a state")
+@pytest.mark.parametrize(
+    ("name", "way"), [pytest.param(*case, marks=[DAILY] if case == ("adamw, chunks", "grad") else []) for case in CASES]
+)
+def test_around_an_update(name, way):
     """Outside of jit an update is compiled all the same, and op by op optax rounds otherwise: it is always jitted."""
     entry, window = TABLE[MODES[name][0]], MODES[name][1]
     inner = entry.make()
     tx, (params, grads) = jo.offload(inner, min_bytes=0, window=window), problem(entry)
 
     def step(tx: Any, params: Any, state: Any) -> Any:
-        return updated(entry, tx, params, state, grads)[:2]
+        given = jax.tree.map(lambda g, p: g * p, grads, params) if way == "grad" else grads
+        return updated(entry, tx, params, state, given)[:2]
 
     plain, ours = (functools.partial(WAYS[way], functools.partial(step, each), each.init) for each in (inner, tx))
     want, got = jax.jit(plain)(params), (ours if way == "eagerly" else jax.jit(ours))(params)
     assert_same(got, want, name, tolerance=1e-5)  # of several updates
-    assert_on_host(got[1], inner.init(params))
-
-
-@pytest.mark.oldest("derivatives by a state")
-@pytest.mark.parametrize("name", ["adamw, chunks", "MultiSteps", "factored, chunks"])
-def test_grad(name):
-    """Through two updates, by parameters, gradients and the state that they start from."""
-    entry, window = TABLE[MODES[name][0]], MODES[name][1]
-    inner = entry.make()
-    tx, (params, grads) = jo.offload(inner, min_bytes=0, window=window), problem(entry)
-    warm = updated(entry, inner, params, inner.init(params), grads)[1]
-    floats = [jnp.issubdtype(x.dtype, jnp.floating) for x in jax.tree.leaves(warm)]
-
-    def scalar(tx: Any, params: Any, grads: Any, moving: Any, state: Any) -> Any:
-        leaves, treedef = jax.tree.flatten(state)
-        moving = iter(moving)
-        state = jax.tree.unflatten(treedef, [next(moving) if f else x for f, x in zip(floats, leaves, strict=True)])
-        new, state, _ = updated(entry, tx, params, state, grads)
-        _, state, updates = updated(entry, tx, new, state, grads)
-        parts = jax.tree.leaves((updates, jo.to_device(state)))
-        return sum(jnp.sum(jnp.sin(x) * (k + 1)) for k, x in enumerate(parts) if jnp.issubdtype(x.dtype, jnp.floating))
-
-    def differentiated(tx: Any, state: Any) -> Any:
-        moving = [x for f, x in zip(floats, jax.tree.leaves(state), strict=True) if f]
-        of_these = jax.value_and_grad(functools.partial(scalar, tx), argnums=(0, 1, 2))
-        return jo.to_device(of_these(params, grads, moving, state))
-
-    run = jax.jit(lambda a, b: [differentiated(inner, a), differentiated(tx, b)])
-    want, got = run(warm, jo.to_host(tx, warm, params))
-    assert all(np.all(np.isfinite(np.asarray(x))) for x in jax.tree.leaves(want))
-    assert_same(got, want, name, tolerance=1e-5)
+    if way != "grad":
+        assert_on_host(got[1], inner.init(params))

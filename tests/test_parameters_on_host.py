@@ -564,23 +564,20 @@ def test_arithmetic_with_a_state_is_an_error_of_ours():
 
 def test_a_type_that_says_the_device():
     """A jit whose ``out_shardings`` put an array into host memory types it as on the device: that warns."""
-    sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-    there = jax.jit(lambda: jnp.full((4, 128, 128), 0.01), out_shardings=sharding.with_memory_kind(HOST))
-    params = {"layers": there(), "head": jax.device_put(jnp.ones((128, 8)), sharding)}
-    x, tx = jax.device_put(jnp.ones((8, 128)), sharding), jo.offload(ADAMW)
+    there = jax.jit(lambda: jnp.full((4, 128, 128), 0.01), out_shardings=ONE.with_memory_kind(HOST))
+    params = {"layers": there(), "head": jax.device_put(jnp.ones((128, 8)), ONE)}
+    x, tx = jax.device_put(jnp.ones((8, 128)), ONE), jo.offload(ADAMW)
     old, step = (trained(tx, functools.partial(loss_of, plain), "update_params") for _ in range(2))
     with pytest.warns(UserWarning, match=r"params\['layers'\] is in host memory, and jax types it.*jo\.to_host"):
         jo.jit(old, donate_argnums=(0, 1))(params, tx.init(params), x)
-    params = jo.to_host({"layers": there(), "head": jax.device_put(jnp.ones((128, 8)), sharding)})
+    params = jo.to_host({"layers": there(), "head": jax.device_put(jnp.ones((128, 8)), ONE)})
     assert kinds(jo.jit(step, donate_argnums=(0, 1))(params, tx.init(params), x)[0]) == [DEVICE, HOST]
 
 
 @pytest.mark.parametrize("form", ["update", "update_params"])
 def test_a_copy_of_the_new_parameters_stays_on_the_device(form):
     """A target network that is returned in front of the parameters: the first of the two that is made goes back."""
-    sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-    params = jax.device_put({"layers": jnp.full((4, 128, 128), 0.01), "head": jnp.ones((128, 8))}, sharding)
-    x, tx = jax.device_put(jnp.ones((8, 128)), sharding), jo.offload(ADAMW)
+    (params, x), tx = begun(ONE), jo.offload(ADAMW)
     train = trained(tx, functools.partial(loss_of, plain), form)
 
     @jo.jit
@@ -597,9 +594,7 @@ def test_a_copy_of_the_new_parameters_stays_on_the_device(form):
 @pytest.mark.parametrize("fraction", [0.0, 1.0])
 def test_an_average_of_the_parameters_streams_with_the_update(fraction):
     """Also if the optimizer itself has no leaf in host memory."""
-    params = {"layers": jnp.full((4, 128, 128), 0.01), "head": jnp.ones((128, 8))}
-    params = jax.device_put(params, jax.devices()[0])
-    x, tx = jax.device_put(jnp.ones((8, 128)), jax.devices()[0]), jo.offload(ADAMW, fraction=fraction)
+    (params, x), tx = begun(ONE), jo.offload(ADAMW, fraction=fraction)
     train = trained(tx, functools.partial(loss_of, plain), "update_params")
 
     def step(params, state, average, x):
@@ -631,8 +626,7 @@ def test_a_step_that_is_jitted_twice(where):
 
 
 def test_an_abstract_parameter_says_where_it_is():
-    sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-    there = jo.to_host(jax.ShapeDtypeStruct((4, 128, 128), "float32", sharding=sharding))
+    there = jo.to_host(jax.ShapeDtypeStruct((4, 128, 128), "float32", sharding=ONE))
     (aval,) = jax.jit(lambda x: x).trace(there).jaxpr.in_avals
     assert there.sharding.memory_kind == HOST and "<host>" in aval.str_short()
 
@@ -640,11 +634,10 @@ def test_an_abstract_parameter_says_where_it_is():
 @pytest.mark.parametrize("abstract", [False, True])
 def test_which_parameters_move(abstract):
     """``select`` and ``fraction`` mean what they mean for a state, and raise the same errors."""
-    sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     shapes = {"embed": (512, 64), "layers": {"up": (4, 64, 64), "down": (4, 64, 64), "bias": (4, 64)}}
-    params = jax.tree.map(lambda s: jnp.ones(s, device=sharding), shapes, is_leaf=lambda s: isinstance(s, tuple))
+    params = jax.tree.map(lambda s: jnp.ones(s, device=ONE), shapes, is_leaf=lambda s: isinstance(s, tuple))
     if abstract:
-        params = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), params)
+        params = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=ONE), params)
     down, up = "layers/down", "layers/up"
     for said, moves in [
         ({}, {"embed", down, up}),
@@ -674,7 +667,6 @@ def test_which_parameters_move(abstract):
 
 
 def test_a_table_of_the_optimizer_takes_gradients_from_the_device():
-    sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-    params = jo.to_host({"w": jnp.ones((128, 128), device=sharding)})
+    params = jo.to_host({"w": jnp.ones((128, 128), device=ONE)})
     (mu, nu) = (leaf for leaf in jo.placement(jo.offload(ADAMW), params).leaves if leaf.host)
     assert mu.streams == nu.streams == "whole, 3 leaves together"  # with the parameter

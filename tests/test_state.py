@@ -14,7 +14,7 @@ import pytest
 
 import jax_offload as jo
 from tests.support.steps import assert_placed
-from tests.support.trees import assert_equal, kinds_of, shardings_in
+from tests.support.trees import assert_equal, kinds_of
 
 pytestmark = pytest.mark.oldest("shardings and memory kinds of states")
 
@@ -42,17 +42,6 @@ def test_to_device_and_back():
     for back in (jo.to_host(tx, resident), jo.to_host(tx, resident, p), jax.jit(lambda s: jo.to_host(tx, s))(resident)):
         assert kinds_of(back) == kinds_of(state)
         assert_equal(back, state)
-
-
-@pytest.mark.parametrize("abstract", [False, True])
-def test_abstract_state(abstract):
-    p = params()
-    tx = optax.chain(optax.clip(1.0), jo.offload(optax.adamw(1e-3), fraction=0.5, min_bytes=0))
-    given = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), p) if abstract else p
-    state, like = tx.init(p), jo.abstract_state(tx, given)
-    assert_placed(state, like)
-    out = jax.jit(tx.init, out_shardings=shardings_in(like))(p)
-    assert shardings_in(out) == shardings_in(like)
 
 
 def test_a_step_lowers_with_abstract_state():

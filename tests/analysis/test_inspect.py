@@ -11,7 +11,7 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import jax_offload as jo
-from tests.aot.harness import H200, V5E, require
+from tests.aot.harness import H200, V5E, mesh_for, require
 from tests.aot.model import ADAMW, CLIPPED, loss, parameters, step_of
 
 MIB = 2**20
@@ -280,3 +280,33 @@ def test_a_pipelined_step_of_a_carry():
         jo.verify(train, params, jo.to_device(state), batch)
     with pytest.raises(TypeError, match="expected the step's arguments, params, state, batch, or a carry"):
         jo.inspect(train, params)
+
+
+DIVIDED = {"FSDP": (("data",), None), "ZeRO-1": ((), "data")}  # how the parameters are divided, and shard_over
+
+
+def on_four(*spec):
+    return NamedSharding(mesh_for(H200, (4,), ("data",)), PartitionSpec(*spec), memory_kind="device")
+
+
+@pytest.mark.parametrize("name", DIVIDED)
+def test_bytes_are_those_of_one_device(name):
+    """Six layers of 4 MiB: 24 of parameters, 48 of state; a quarter of the state, and under FSDP of all, on each.
+
+    Of stacked layers: tests/aot/compiled.py.
+    """
+    require(H200)
+    spec, over = DIVIDED[name]
+    params, tx = parameters(6, 1024, False, on_four(*spec)), jo.offload(ADAMW, shard_over=over)
+    batch = jax.ShapeDtypeStruct((1024, 1024), jnp.float32, sharding=on_four("data"))
+    args = params, jo.abstract_state(tx, params), batch
+    step = step_of(tx, loss, update_params=True)
+    out = jax.tree.map(lambda a: a.sharding, args[:2])
+    report = jo.verify(jo.jit(step, donate_argnums=(0, 1), out_shardings=out), *args, target=H200)
+    assert report.problems == () and (report.host, report.host_temp) == (12 * MIB, 0)
+    assert report.parts["parameters"] == (6 if name == "FSDP" else 24) * MIB
+    assert report.loaded == report.stored == 12 * MIB
+    assert report.timeline.collectives > 0
+    assert report.timeline.link == pytest.approx((report.loaded + report.stored) / 64e9)  # the host's memory, shared
+    # updated between the passes, a layer's moments while the next one's come
+    assert 0 < report.timeline.window <= 4 * MIB

@@ -353,24 +353,6 @@ def test_a_scan_that_reads_parameters_silences_no_other(clipped):
     assert any("needs all gradients" in why for why in table.stays) == clipped and len(table.stays) == clipped
 
 
-def test_one_jitted_update_that_is_called_twice_moves_twice():
-    tx = offloaded(ADAMW)
-    update = jax.jit(tx.update)
-
-    def step(a, b, s, t, x):
-        ga, gb = jax.grad(lambda a, b: (scanned(b, scanned(a, x)) * x).mean(), (0, 1))(a, b)
-        (ua, s), (ub, t) = update(ga, s, a), update(gb, t, b)
-        return optax.apply_updates(a, ua), optax.apply_updates(b, ub), s, t
-
-    a, b = (parameters(seed=k)["layers"] for k in range(2))
-    args = a, b, tx.init(a), tx.init(b), batch(0)["x"]
-    table = jo.placement(jo.jit(step), *args)
-    assert all(IN_BACKWARD in leaf.streams for leaf in table.leaves if leaf.host) and not table.stays
-    got, want = jo.jit(step)(*args), jax.jit(step)(*args)
-    assert jax.tree.map(lambda x: x.sharding, got) == jax.tree.map(lambda x: x.sharding, want)
-    assert_close(got, want, 1e-3)
-
-
 # ---- how a step is called
 
 
