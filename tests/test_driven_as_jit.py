@@ -19,7 +19,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 import jax_offload as jo
 from tests.support.random_steps import compiles
 
-WAYS = ("jit", "update_on", "disk")
+WAYS = ("update_on", "disk", "jit")  # the daily tests run the first of them
 FAR = jax.device_put(np.full(3, 2, np.float32), jax.devices()[1])
 RATES = np.linspace(0.5, 1.5, 64, dtype=np.float32).reshape(8, 8)
 
@@ -386,7 +386,7 @@ def test_what_a_step_returns_is_nobody_elses(way, tmp_path):
         assert not any(other.is_deleted() for other in (new, p, x, constant, *results[k + 1 :]))
 
 
-@pytest.mark.parametrize("way", WAYS[1:])
+@pytest.mark.parametrize("way", WAYS[:2])
 def test_a_donated_array_that_nothing_reuses_is_freed(way, tmp_path):
     """``jax.jit`` keeps such an array, and warns."""
     tx = offloaded(way, tmp_path)

@@ -49,6 +49,8 @@ def test_a_fraction_takes_the_last_layers_first():
         eligible = [leaf for leaf in jo.placement(tx, params).leaves if leaf.nbytes >= 1024]
         ranks = [leaf.rank for leaf in eligible if leaf.host], [leaf.rank for leaf in eligible if not leaf.host]
         assert max(ranks[0]) < min(ranks[1])
+        moved, whole = sum(leaf.nbytes for leaf in eligible if leaf.host), sum(leaf.nbytes for leaf in eligible)
+        assert abs(moved - fraction * whole) <= max(leaf.nbytes for leaf in eligible) / 2
     tx = jo.offload(optax.adamw(1), fraction=0.4, min_bytes=1024)
     names = {leaf.param for leaf in jo.placement(tx, params).leaves if leaf.host}
     assert "layers_10/w" in names and "layers_2/w" not in names
