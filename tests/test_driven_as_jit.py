@@ -19,7 +19,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 import jax_offload as jo
 from tests.support.random_steps import compiles
 
-WAYS = ("update_on", "disk", "jit")  # the daily tests run the first of them
+WAYS = ("update_on", "disk", "jit")  # daily: most tests run the first way, as random steps run under jit
 FAR = jax.device_put(np.full(3, 2, np.float32), jax.devices()[1])
 RATES = np.linspace(0.5, 1.5, 64, dtype=np.float32).reshape(8, 8)
 
@@ -222,6 +222,7 @@ def test_a_step_is_as_under_jit(name, way, tmp_path):
     assert steady == 0
 
 
+@pytest.mark.daily("each way has a path of its own")
 @pytest.mark.parametrize("way", WAYS)
 def test_what_a_branch_hands_on_is_nobody_elses(way, tmp_path):
     """The old parameters are a result too, which the next step donates."""
@@ -350,6 +351,7 @@ def calling_back(log):
     return optax.GradientTransformation(inner().init, update)
 
 
+@pytest.mark.daily("each way has a path of its own")
 @pytest.mark.parametrize("way", WAYS)
 def test_callbacks_run_once_a_step(way, tmp_path):
     """Before, inside and after the update, even if nothing reads their results."""
