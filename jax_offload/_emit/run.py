@@ -12,7 +12,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.custom_batching import custom_vmap
-from jax.extend import source_info_util
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jax_offload._program.arrays import row_indices
@@ -23,14 +22,12 @@ from jax_offload._program.jaxprs import (
     Var,
     called_by,
     jax_fun,
-    jaxpr_like,
     jaxpr_of,
     jit,
-    variables,
 )
 from jax_offload._program.memory import constrained, is_host_aval, padded, to_device, to_host, typed_sharding, zeros
 from jax_offload._program.primitives import gate, opaque, read_once, written_after
-from jax_offload._program.program import is_load, is_store, numbered, structure
+from jax_offload._program.program import numbered, structure
 from jax_offload._program.rules import Dim, Partial, Rows, run_chunk
 from jax_offload._program.slices import Slice
 from jax_offload._schedule.schedule import Chunked, Gate, Planned, RowWise, Schedule, tiles
@@ -446,40 +443,14 @@ class SliceRunner:
         self._kind = {id(p): structure(p.slice.jaxpr, key_of) for p in planned if not p.in_chunks}
         self._times = Counter(self._kind.values())
         self._updates: dict[Hashable, tuple[Callable[..., list[Any]], Sequence[int]]] = {}
-        self._traced: dict[Hashable, ClosedJaxpr] = {}
 
     def __call__(self, p: Planned, env: Env) -> None:
         """Run a slice in an environment, to which its results are added."""
         env.update(zip(p.slice.outputs, self._run(p, [env[v] for v in p.slice.inputs]), strict=True))
 
     def equations(self, p: Planned) -> ClosedJaxpr:
-        """Trace a slice. Only the first of several slices that are alike is traced."""
-        s, kind = p.slice, self._kind.get(id(p))
-        if (first := self._traced.get(kind)) is not None:
-            return self._named(first, s)
-        traced, _ = jaxpr_of(lambda *operands: self._run(p, [*operands]), *(v.aval for v in s.inputs))
-        if kind is not None and self._is_shared(p):
-            self._traced[kind] = traced
-        return traced
-
-    def _named(self, first: ClosedJaxpr, s: Slice) -> ClosedJaxpr:
-        """Return the equations of a slice like ``s`` in the scopes of the leaves of ``s``."""
-        inputs = dict(zip(first.jaxpr.invars, s.inputs, strict=True))
-        outputs = {x: v for x, v in zip(first.jaxpr.outvars, s.outputs, strict=True) if isinstance(x, Var)}
-
-        def renamed(eqn: Equation) -> Equation:
-            if is_load(eqn):
-                scope = prefetch(inputs[variables(eqn.invars)[0]], self._names)
-            elif is_store(eqn):
-                scope = write_back(outputs[eqn.outvars[0]], self._names)
-            else:
-                scope = update_of(s.loads, self._names)
-            with scope:
-                stack = source_info_util.current_name_stack()
-            return eqn.replace(source_info=eqn.source_info.replace(name_stack=stack))
-
-        like = jaxpr_like(first.jaxpr, [*map(renamed, first.jaxpr.eqns)], first.jaxpr.outvars)
-        return ClosedJaxpr(like, first.consts)
+        """Trace a slice."""
+        return jaxpr_of(lambda *operands: self._run(p, [*operands]), *(v.aval for v in p.slice.inputs))[0]
 
     def _run(self, p: Planned, operands: list[Any]) -> list[Any]:
         if not isinstance(p.transfer, Chunked):

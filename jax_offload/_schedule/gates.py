@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
-import itertools
 import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -200,8 +199,8 @@ class _Spots:
     def pieces(self, at: int) -> list[int]:
         return [spot.piece for spot in self.at.get(at, []) if spot.piece is not None]
 
-    def loads(self, at: int) -> list[Var]:
-        return [v for spot in self.at.get(at, []) for v in spot.loads]
+    def _spots(self, groups: Sequence[Sequence[int]]) -> list[_Spot]:
+        return [spot for group in groups for at in group for spot in self.at[at]]
 
     @property
     def updates(self) -> list[int]:
@@ -219,23 +218,16 @@ class _Spots:
         """
         places = sorted(at for at in self.at if at >= 0)
         groups = self._groups([at for at in places if any(spot.moves for spot in self.at[at])])
-        number = {group[0]: g for g, group in enumerate(groups)}
-        loaded = {
-            before[0]: [v for at in group for v in self.loads(at)] for before, group in itertools.pairwise(groups)
-        }
-        found: dict[int, Gate] = {}
+        number, found = {group[0]: g for g, group in enumerate(groups)}, dict[int, Gate]()
         for at in places:
-            g, here = number.get(at), self.at.get(at, [])
-            before = [spot for k in groups[g - 1] for spot in self.at.get(k, [])] if g else []
+            g, here = number.get(at), self.at[at]
+            before, after = ([], []) if g is None else map(self._spots, (groups[g - 1 : g], groups[g + 1 : g + 2]))
+            loads = [v for spot in after for v in spot.loads]
             # spots that move nothing finish at once; a store has until the next group
-            tokens = [v for spot in before if spot.moves for v in spot.tokens]
-            if not ahead:
-                tokens += [v for spot in here if not spot.moves for v in spot.tokens]
-            whose = groups[g] if g is not None and ahead else [at]
-            held = [v for k in whose for spot in self.at.get(k, []) for v in spot.held]
-            front = passes.front(at - 1 if ahead else at)
-            loads = loaded.get(at, [])
-            if front is not None:
+            done = [spot for spot in before if spot.moves] + [spot for spot in here if not (ahead or spot.moves)]
+            tokens = [v for spot in done for v in spot.tokens]
+            held = [v for spot in (self._spots([groups[g]]) if g is not None and ahead else here) for v in spot.held]
+            if (front := passes.front(at - 1 if ahead else at)) is not None:
                 held.append(front)
             elif sum(spot.nbytes for spot in here) <= sum(spot.nbytes for spot in before):
                 held = [v for spot in here for v in spot.gradients]
@@ -315,11 +307,6 @@ class Network:
             if is_large(v) and self.after[v] >= 0 and v in self.reach
         ]
 
-    def _fronts(self, end: int | None) -> Iterator[tuple[int, Var]]:
-        """The values made before ``end`` with which a pass could continue, the last first."""
-        n = len(self.fronts) if end is None else bisect.bisect_left(self.fronts, end, key=lambda it: it[0])
-        return (self.fronts[i] for i in reversed(range(n)))
-
     def produced_after(self, node: Node) -> int:
         """The last heavy node that must run before a piece; -1 if the piece can run first."""
         return max((self.after.get(v, -1) for v in node.reads), default=-1)
@@ -354,18 +341,7 @@ class Network:
         return ((self.after[v], v) for v in defined if is_host_aval(v.aval) and v in self.read and self.after[v] >= 0)
 
     def front(self, k: int) -> Var | None:
-        """The value with which a pass continues after node ``k``: its last large value that a later node needs.
-
-        Of several values of the same heavy node, it is the smallest: a gate keeps XLA from fusing what makes a value
-        with what reads it.
-        """
-        end = next((m for m in range(k + 1, len(self.order)) if is_heavy(self.order[m])), None)
-        same: list[tuple[bool, Var]] = []
-        produced_after = -1
-        for m, v in self._fronts(end):
-            if m < produced_after:
-                break
-            if self.reach[v] > k:
-                produced_after = self.after[v] if not same else produced_after
-                same += [(m > k, v)] if self.after[v] == produced_after else []
-        return min(same, key=lambda it: (it[0], nbytes(it[1].aval)), default=(False, None))[1]
+        """The value with which a pass continues after node ``k``: its last large value that a later node needs."""
+        end = next((m for m in range(k + 1, len(self.order)) if is_heavy(self.order[m])), len(self.order))
+        n = bisect.bisect_left(self.fronts, end, key=lambda it: it[0])
+        return next((v for _, v in reversed(self.fronts[:n]) if self.reach[v] > k), None)
