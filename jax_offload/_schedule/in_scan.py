@@ -15,6 +15,7 @@ from jax_offload._program.arrays import nbytes
 from jax_offload._program.jaxprs import DropVar, Equation, Literal, Scan, flops, variables
 from jax_offload._program.memory import is_host_aval
 from jax_offload._program.program import Program, Var, flat
+from jax_offload._program.propagate import needed_for
 from jax_offload._program.rules import Dim, Partial, Rows
 from jax_offload._program.slices import Slice, consecutive, slice_of
 from jax_offload._schedule.schedule import Planned, Window
@@ -216,16 +217,12 @@ class InScan:
         """
         body = flat((self.nest.inner if self.nest else self.scan).body, opens=lambda _: True)
         if not self.moves:
-            found = phases(body, [1])
-            assert found is not None  # one phase always exists
-            return [self.hosts], found
-        two, three = _balanced(self.hosts, 2), _balanced(self.hosts, 3)
-        gains = sum(self._times(three)) < LEAST_GAIN * sum(self._times(two))
-        if gains and (found := phases(body, self._times(three))) is not None:
-            return three, found
-        found = phases(body, self._times(two))
-        assert found is not None  # two phases always exist
-        return two, found
+            return [self.hosts], phases(body, [1])
+        groups, three = _balanced(self.hosts, 2), _balanced(self.hosts, 3)
+        matmuls = sum(flops(eqn) > 0 for eqn in body.eqns)
+        if matmuls >= len(three) and sum(self._times(three)) < LEAST_GAIN * sum(self._times(groups)):
+            groups = three
+        return groups, phases(body, self._times(groups))
 
     def _times(self, groups: Groups) -> list[int]:
         """Bytes that the busier direction carries in each phase."""
@@ -282,38 +279,27 @@ class Phases:
         return [v for v in self.slices[phase + 1].inputs if v in made]
 
 
-def phases(program: Program, times: Sequence[float]) -> Phases | None:
+def phases(program: Program, times: Sequence[int]) -> Phases:
     """Cut a program behind matmuls, so that phases share its arithmetic as they share the transfers' ``times``.
 
     A phase holds the equations that its last matmul needs. Others above it, such as a weight's gradient, belong to the
     next phase: XLA for GPUs would run them behind the gate anyway.
-
-    Returns:
-      ``None`` where there are too few matmuls for more than two phases.
     """
     work = [flops(eqn) for eqn in program.eqns]
-    left = [sum(work) - done for done in itertools.accumulate(work)]
-    needed = _work_needed(program.eqns, work)
-    cuts, done = list[int | None](), list[set[int]]()
+    behind = [sum(work) - done for done in itertools.accumulate(work)]
+    needed, done, rest = _work_needed(program.eqns, work), set[int](), program.eqns
+    parts, outs = list[list[Equation]](), list[Sequence[Var]]()
     for k in range(len(times) - 1):
         share = times[k] / (sum(times[k:]) or 1)
-        share, before = share if 0 < share < 1 else 0.5, set[int]().union(*done)
-        own = {at: sum(work[h] for h in needed[at] - before) for at, n in enumerate(work) if n and at not in before}
-        cut = max(own, key=lambda at: (min((1 - share) * own[at], share * left[at]), own[at]), default=None)
-        if len(times) > 2 and (cut is None or not left[cut]):
-            return None
-        cuts.append(cut)
-        done.append(before if cut is None else before | needed[cut])
-    last, first_read, parts = len(done), dict[Var, int](), [list[Equation]() for _ in times]
-    for at, eqn in reversed([*enumerate(program.eqns)]):
-        if work[at]:
-            turn = next((k for k, each in enumerate(done) if at in each), last)
-        else:  # it stands where it is first read
-            turn = min((first_read[v] for v in eqn.outvars if v in first_read), default=last)
-        first_read.update((v, min(turn, first_read.get(v, turn))) for v in variables(eqn.invars))
-        parts[turn].append(eqn)
-    slices = consecutive([part[::-1] for part in parts], program.outputs, program.debug_info, {})
-    outs = [() if cut is None else program.eqns[cut].outvars for cut in cuts]
+        share = share if 0 < share < 1 else 0.5
+        own = {at: sum(work[h] for h in needed[at] - done) for at, n in enumerate(work) if n and at not in done}
+        cut = max(own, key=lambda at: (min((1 - share) * own[at], share * behind[at]), own[at]), default=None)
+        outs.append(() if cut is None else program.eqns[cut].outvars)
+        done |= set[int]() if cut is None else needed[cut]
+        parts.append(needed_for(rest, outs[-1])[0])
+        taken = {id(eqn) for eqn in parts[-1]}
+        rest = [eqn for eqn in rest if id(eqn) not in taken]
+    slices = consecutive([*parts, rest], program.outputs, program.debug_info, {})
     gates = [next((v for v in vs if v in s.outputs), None) for vs, s in zip(outs, slices, strict=False)]
     return Phases(program, slices, gates)
 
