@@ -71,6 +71,10 @@ def test_a_difference_is_noticed(mode):
             {"oddity": "unchanged", "metrics": ("gradients",), "jitted inside": "update", "fraction": 0.0},
             "jo.jit, parameters on the host",
         ),
+        (  # old parameters among the results, and a new one that no update makes
+            {"unused leaf": True, "metrics": ("old",), "outside": "partition"},
+            "jo.jit, parameters on the host",
+        ),
         ({"second": "alternating", "optimizer": "lookahead-like"}, "jo.jit, parameters on the host"),  # a dict
         ({"unused leaf": True, "outside": "masked"}, "pipelined, parameters on the host"),  # no update makes the leaf
         ({"stack": "indexed", "skip": "skip", "second": "gan", "optimizer": "rprop"}, "jo.jit"),  # its rewriting failed

@@ -508,10 +508,11 @@ def _with_loads(
     A state without optax's types, such as a dict, is known by the update that takes it: where the trace fails, the
     step is traced once more with these leaves ``kept`` in host memory, by their numbers.
     """
-    numbers, states = dict[int, int](), list[Any]()
+    numbers, states, given = dict[int, int](), list[Any](), list[bool]()
 
     def run(*args: Any, **kwargs: Any) -> Any:
         numbers.clear()
+        given[:] = _in_states(([x for k, x in enumerate(args) if k not in static], kwargs))
 
         def of_leaf(x: Any) -> Any:
             number = numbers.setdefault(id(x), len(numbers))
@@ -531,26 +532,40 @@ def _with_loads(
             raise
         return _with_loads(fun, args, static, named, kept | of_states)
     results = jax.tree.unflatten(result, closed.jaxpr.outvars)
-    states = [is_state(x) for x in jax.tree.leaves(results, is_leaf=is_state) for _ in jax.tree.leaves(x)]
-    return _returned_to_host(closed, states), result
+    return _returned_to_host(closed, given, _in_states(results)), result
 
 
-def _returned_to_host(closed: ClosedJaxpr, states: Sequence[bool]) -> ClosedJaxpr:
+def _in_states(tree: Any) -> list[bool]:
+    """For each leaf, whether it belongs to the state of an optimizer."""
+    return [is_state(x) for x in jax.tree.leaves(tree, is_leaf=is_state) for _ in jax.tree.leaves(x)]
+
+
+def _returned_to_host(closed: ClosedJaxpr, given: Sequence[bool], returned: Sequence[bool]) -> ClosedJaxpr:
     """Let a step return to host memory the next value of each argument that it loads.
 
-    Among the results of the argument's type that elementwise arithmetic makes of it, that is one made by an update if
-    there is one, of the fewest other arguments, and first: the new parameters rather than an average or a copy of them.
-    ``states`` says which results belong to an optimizer's state, which knows its own memory.
+    Among the results of the argument's type that elementwise arithmetic makes of it, that is one made by an update, or
+    of an optimizer's state, if there is one; then the one of the fewest other arguments; then one that is computed; and
+    then the first: the new parameters rather than a gradient, an average or a copy of them, or the old ones.
+
+    Args:
+      closed: the step.
+      given: which arguments belong to an optimizer's state.
+      returned: which results belong to one; such a state knows its own memory.
     """
     program = flat(closed)
     loads = {eqn.outvars[0]: eqn.invars[0] for eqn in program.eqns if is_load(eqn)}
     bits = {x: UPDATED << (k + 1) for k, x in enumerate(program.inputs)}
-    made_of = zip(program.outputs, origins_of(program, bits), states, strict=True)
+    updated = union([UPDATED, *(bits[x] for x, of_state in zip(closed.jaxpr.invars, given, strict=True) if of_state)])
+    made_of = zip(program.outputs, origins_of(program, bits), returned, strict=True)
     masks = {v: m for v, m, of_state in made_of if isinstance(v, Var) and not of_state}
     made = {v: k for k, eqn in enumerate(program.eqns) for v in eqn.outvars}
     new, outputs = Builder([*program.eqns]), dict[Atom, Atom]()
     left = dict.fromkeys(x for x in loads.values() if x in bits)
-    for v in sorted(masks, key=lambda v: (not masks[v] & UPDATED, masks[v].bit_count(), made.get(v, -1))):
+
+    def order(v: Var) -> tuple[Any, ...]:
+        return not masks[v] & updated, masks[v].bit_count(), loads.get(v) in bits, made.get(v, -1)
+
+    for v in sorted(masks, key=order):
         if (same := loads.get(v)) in bits:
             outputs[v] = same
             left.pop(same, None)

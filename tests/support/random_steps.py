@@ -1236,7 +1236,7 @@ REFUSED: list[tuple[str, Callable[[Recipe, str], bool], str]] = [
     (
         "pipelined",
         lambda r, m: r["further leaf"] in ("half", "integers") or "bfloat16" in r["dtype"] or r["gradients"] == "cast",
-        "tree, shapes and dtypes of the",
+        "tree, shapes (and|or) dtypes",
     ),
     ("", lambda r, m: r["select"] is not None, "selects none of the"),
     ("", lambda r, m: bool(r["order"]), "order: no parameter's path matches"),
