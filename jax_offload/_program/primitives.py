@@ -15,9 +15,18 @@ from typing import Any, TypeVar
 import jax
 import numpy as np
 from jax.extend.core import Primitive
-from jax.tree_util import keystr
+from jax.tree_util import keystr  # pyright: ignore[reportUnknownVariableType]
 
-from jax_offload._program.jaxprs import ClosedJaxpr, Equation, Var, called_by, holds_jaxprs, jaxpr_of, jit
+from jax_offload._program.arrays import leaves_with_paths
+from jax_offload._program.jaxprs import (
+    ClosedJaxpr,
+    Equation,
+    Var,
+    called_by,
+    holds_jaxprs,
+    jaxpr_of,
+    jit,  # pyright: ignore[reportUnknownVariableType]
+)
 from jax_offload._program.memory import DEVICE_KIND, on_host, to_host
 from jax_offload._program.private import (
     equation_of,
@@ -32,31 +41,41 @@ from jax_offload._program.private import (
 # ---- a primitive with a lowering of its own
 
 
-def identity_primitive(name: str, lower: Callable[..., list[Any]]) -> Primitive:
+def identity_primitive(name: str, lower: Callable[..., list[Any]]) -> Any:
     """Make a primitive that returns its operands, one result for each, and is lowered by ``lower``.
 
     It is linear, and derivatives pass through it, so that it is in the program of a gradient too, which may need no
     result of the function itself. Unused results are removed together with their operands.
     """
+    primitive = _without_rules(name)
 
-    def bind_all_but_zeros(tangents: Sequence[Any], params: dict[str, Any]) -> list[Any]:
+    def bind_all_but_zeros(tangents: Sequence[Any], *_: Any, **params: Any) -> list[Any]:
         arrays = [i for i, t in enumerate(tangents) if nonzero(t)]
         new = primitive.bind(*(tangents[i] for i in arrays), **params) if arrays else ()
         bound = dict(zip(arrays, new, strict=True))
         return [bound.get(i, t) for i, t in enumerate(tangents)]
 
-    primitive = Primitive(name)
+    def derived(values: Sequence[Any], tangents: Sequence[Any], **params: Any) -> tuple[list[Any], list[Any]]:
+        return primitive.bind(*values, **params), bind_all_but_zeros(tangents, **params)
+
+    set_rules(primitive, lower=lower, jvp=derived, transpose=bind_all_but_zeros, dce=_without_unused)
+    return primitive
+
+
+def _without_rules(name: str) -> Any:
+    """Make a primitive that returns its operands, also under ``vmap``, and has no other rules yet."""
+
+    def same(*values: Any, **params: Any) -> list[Any]:
+        return list(values)
+
+    def batched(values: Sequence[Any], dims: Sequence[Any], **params: Any) -> tuple[list[Any], Sequence[Any]]:
+        return primitive.bind(*values, **params), dims
+
+    primitive: Any = Primitive(name)
     primitive.multiple_results = True
-    primitive.def_impl(lambda *xs, **_: list(xs))
-    primitive.def_abstract_eval(lambda *avals, **_: list(avals))
-    set_rules(
-        primitive,
-        lower=lower,
-        jvp=lambda xs, tangents, **params: (primitive.bind(*xs, **params), bind_all_but_zeros(tangents, params)),
-        batch=lambda xs, dims, **params: (primitive.bind(*xs, **params), dims),
-        transpose=lambda cotangents, *_, **params: bind_all_but_zeros(cotangents, params),
-        dce=_without_unused,
-    )
+    primitive.def_impl(same)
+    primitive.def_abstract_eval(same)
+    set_rules(primitive, batch=batched)
     return primitive
 
 
@@ -134,7 +153,11 @@ def marks_in(step: ClosedJaxpr) -> dict[Var, Any]:
     return {eqn.outvars[0]: eqn.params["says"].what for eqn in step.jaxpr.eqns if eqn.primitive is _mark}
 
 
-_mark = identity_primitive(MARK, lambda context, *xs, says: list(xs))
+def _lower_mark(context: Any, *values: Any, says: Any) -> list[Any]:
+    return list(values)
+
+
+_mark = identity_primitive(MARK, _lower_mark)
 
 
 # ---- jax's primitives by their effect on the elements of their operands
@@ -183,6 +206,10 @@ def is_loop(eqn: Equation) -> bool:
 T = TypeVar("T")
 
 
+def _barrier(values: Any) -> Any:
+    return jax.lax.optimization_barrier(values)  # pyright: ignore[reportUnknownMemberType]
+
+
 def gate(env: dict[Var, Any], held: Sequence[Var], waits_for: Sequence[Var]) -> None:
     """Make values in ``env`` wait for others: host leaves, for example, for the stores that make room for them.
 
@@ -205,7 +232,7 @@ def together(values: T) -> T:
     XLA's schedulers put off what only a later result asks for: the reduction of a gradient to its part of a norm, or a
     phase of an iteration beside transfers.
     """
-    return jax.lax.optimization_barrier(values)
+    return _barrier(values)
 
 
 def read_once(rows: Sequence[Any]) -> list[Any]:
@@ -213,7 +240,7 @@ def read_once(rows: Sequence[Any]) -> list[Any]:
 
     XLA copies a buffer that two of its fusions still read.
     """
-    return jax.lax.optimization_barrier(list(rows))
+    return _barrier(list(rows))
 
 
 def written_after(new: Any, read: Any) -> tuple[Any, Any]:
@@ -221,8 +248,7 @@ def written_after(new: Any, read: Any) -> tuple[Any, Any]:
 
     XLA copies a buffer that is read and written at the same time: all of it, in every iteration of a loop.
     """
-    new, read = jax.lax.optimization_barrier((new, read))
-    return new, read
+    return _barrier((new, read))
 
 
 def opaque(x: Any) -> Any:
@@ -232,18 +258,17 @@ def opaque(x: Any) -> Any:
     skipped update as a tree of their own. It would not write a choice with a known outcome over the rejected value, and
     on a TPU would copy each parameter twice. It would make a constant, with its own kernel, of every leaf's seed.
     """
-    return jax.lax.optimization_barrier(x)
+    return _barrier(x)
 
 
 def gate_equation() -> Equation:
     """An equation of the primitive of ``gate``, to be replaced by one with other operands and results."""
-    return jaxpr_of(lambda x: _GATE.bind(x), jax.ShapeDtypeStruct((), np.int32))[0].jaxpr.eqns[0]
+    return jaxpr_of(_GATE.bind, jax.ShapeDtypeStruct((), np.int32))[0].jaxpr.eqns[0]
 
 
 def equation_of_together(values: Mapping[Var, Var]) -> Equation:
     """``together`` as an equation. ``values`` maps each operand to its result."""
-    avals = [jax.ShapeDtypeStruct((), np.int32) for _ in values]
-    (eqn,) = jaxpr_of(lambda *xs: together(xs), *avals)[0].jaxpr.eqns
+    (eqn,) = jaxpr_of(together, jax.ShapeDtypeStruct((), np.int32))[0].jaxpr.eqns
     return eqn.replace(invars=list(values), outvars=list(values.values()))
 
 
@@ -253,18 +278,17 @@ def _derived(values: Sequence[Any], tangents: Sequence[Any]) -> tuple[list[Any],
     return _GATE.bind(*values), passed
 
 
+def _lower_gate(context: Any, *values: Any) -> Sequence[Any]:
+    return lowered_as_barrier(values)
+
+
+def _lower_gate_for_cpu(context: Any, *values: Any) -> Sequence[Any]:
+    return values  # nothing is copied there, so nothing is to be ordered
+
+
 # The same as jax.lax.optimization_barrier, also by name, except for its derivatives.
-_GATE = Primitive("optimization_barrier")
-_GATE.multiple_results = True
-_GATE.def_impl(lambda *values: list(values))
-_GATE.def_abstract_eval(lambda *avals: list(avals))
-set_rules(
-    _GATE,
-    lower=lambda context, *values: lowered_as_barrier(values),
-    lower_for_cpu=lambda context, *values: values,  # nothing is copied there, so nothing is to be ordered
-    jvp=_derived,
-    batch=lambda values, dims: (_GATE.bind(*values), dims),
-)
+_GATE = _without_rules("optimization_barrier")
+set_rules(_GATE, lower=_lower_gate, lower_for_cpu=_lower_gate_for_cpu, jvp=_derived)
 
 
 # ---- donation that respects memory kinds, in whatever ``jit`` an update is traced
@@ -313,20 +337,23 @@ def guarded(
       home: the home of the ``offload`` whose state it is; by default of the one that was traced last.
       where: ``"init"`` where an init has made the state.
     """
-    flat, treedef = jax.tree_util.tree_flatten_with_path(results)
-    leaves = [x for _, x in flat]
-    operands = jax.tree.leaves(given)
+    leaves, operands = jax.tree.leaves(results), jax.tree.leaves(given)
     if not any(on_host(x) for x in [*leaves, *operands]):
         return results
     arrays = [i for i, x in enumerate(leaves) if isinstance(x, jax.Array)]
     handed_on = {id(x) for x in operands}  # jax forwards these; as results they would be copied where nobody donates
     new = [i for i in arrays if id(leaves[i]) not in handed_on] or arrays
-    paths = [keystr(path) for path, _ in flat] if names is None else names
+    paths = [keystr(path) for path, _ in leaves_with_paths(results)] if names is None else names
     at_home = tuple(path for path, x in zip(paths, leaves, strict=True) if path is not None and on_host(x))
     bound = _guard.bind(*(leaves[i] for i in new), names=at_home, home=home or Home.latest(), where=where)
     for i, x in zip(new, bound, strict=True):
         leaves[i] = x
-    return jax.tree.unflatten(treedef, leaves)
+    found = iter(leaves)
+
+    def of_leaf(_: Any) -> Any:
+        return next(found)
+
+    return jax.tree.map(of_leaf, results)
 
 
 # ---- where the state of one ``offload`` has been seen between updates

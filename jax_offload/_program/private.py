@@ -93,9 +93,9 @@ def without_references(jaxpr: Any) -> Any:
 def set_rules(
     primitive: jex.Primitive,
     *,
-    lower: Callable[..., Any],
+    lower: Callable[..., Any] | None = None,
     lower_for_cpu: Callable[..., Any] | None = None,
-    jvp: Callable[..., Any],
+    jvp: Callable[..., Any] | None = None,
     batch: Callable[..., Any] | None = None,
     batch_over: Callable[..., Any] | None = None,
     transpose: Callable[..., Any] | None = None,
@@ -112,7 +112,8 @@ def set_rules(
     for module, name, rule in tables:
         if rule is not None:
             _part_of(module, name)[primitive] = rule
-    mlir.register_lowering(primitive, lower)
+    if lower is not None:
+        mlir.register_lowering(primitive, lower)
     if lower_for_cpu is not None:
         mlir.register_lowering(primitive, lower_for_cpu, platform="cpu")
 
