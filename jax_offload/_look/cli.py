@@ -83,7 +83,9 @@ def parser() -> argparse.ArgumentParser:
         return found.add_argument
 
     option = command("plan", _plan, PLAN)
-    option("model", metavar="MODEL")
+    model = commands.choices["plan"].add_mutually_exclusive_group(required=True)
+    model.add_argument("model", nargs="?", metavar="MODEL")
+    model.add_argument("--params", help="the same as MODEL, where that is a number")
     option("--chip", help="the accelerator: h100, v5e, ...")
     option("--device-memory", help="of one device: 80GiB; the chip's where it is left out")
     option("--host-memory", help="of each host: 256GiB; the chip's figure where it is left out")
@@ -116,8 +118,8 @@ def _code_of(error: Exception) -> int:
     return NOT_INSTALLED if says.startswith("target:") and "pip install" in says else WRONG
 
 
-def _plan(model: str, verbose: bool, as_json: bool, **given: Any) -> int:
-    called = "inner"
+def _plan(model: str | None, params: str | None, verbose: bool, as_json: bool, **given: Any) -> int:
+    model, called = model or params or "", "inner"
     _on_the_cpu()
     of_model = {name: value for name in _MODEL if (value := given.pop(name)) not in (None, False)}
     if ":" in model:

@@ -41,7 +41,8 @@ def test_what_the_issue_asks_in_one_line():
 @pytest.mark.parametrize(
     ("args", "code", "words"),
     [
-        (["plan"], 2, "the following arguments are required: MODEL"),
+        (["plan"], 2, "one of the arguments MODEL --params is required"),
+        (["plan", "7B", "--params", "7e9"], 2, "--params: not allowed with argument MODEL"),
         ([*SEVEN, "--chip", "h900"], 4, "Known: a100"),
         ([*SEVEN, "--chip", "h100"], 0, "tx = jo.offload(jo.with_master_params(optax.adamw(1e-3))); step = "),
         ([*SEVEN, "--device-memory", "1GiB"], 3, "Nothing fits"),
