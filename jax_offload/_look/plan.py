@@ -25,7 +25,7 @@ from jax_offload._look.chips import Chip
 from jax_offload._look.chips import chip as chip_of
 from jax_offload._look.compiled import target_of
 from jax_offload._look.inspection import inspect
-from jax_offload._look.report import of_transformation, replaced, unwrapped
+from jax_offload._look.report import of_transformation, replaced
 from jax_offload._look.text import bytes_of, count_of, in_bytes, in_seconds
 from jax_offload._look.timeline import compute_time
 from jax_offload._offload import offload
@@ -37,7 +37,7 @@ from jax_offload._program.propagate import NEEDS
 from jax_offload._state.arguments import check_inner, check_params, shardings_of
 from jax_offload._state.state import described_state
 from jax_offload._step.jit import jit
-from jax_offload._step.pipelined import pipelined
+from jax_offload._step.pipelined import Pipelined, pipelined
 
 RECOMPUTED = 17  # elements that the one layer under recomputation holds, for each token and column of its width
 GATHERED = 3  # layers that are whole on a device where parameters are divided: in use, prefetched, and a gradient
@@ -392,6 +392,8 @@ class Steps:
         """Return a step for one row, and its arguments."""
         try:
             step, *args = self.make(tx, *self.args)
+            step = step.step if isinstance(step, Pipelined) else step
+            step = getattr(step, "__wrapped__", step) if hasattr(step, "lower") else step  # each row jits it anew
             signatures.signature(step).bind(*args)
         except (TypeError, ValueError) as error:
             kind = TypeError if isinstance(error, TypeError) else ValueError
@@ -400,7 +402,7 @@ class Steps:
                 "*arguments): a step that can be called with these arguments, the state among them from "
                 f"jo.abstract_state(tx, params) of the tx that it is given. {error}"
             ) from error
-        return unwrapped(step), on_device(tuple(args)) if name.startswith("resident") else tuple(args)
+        return step, on_device(tuple(args)) if name.startswith("resident") else tuple(args)
 
 
 def _in_host_memory(x: Any) -> bool:

@@ -93,6 +93,24 @@ def test_a_parameter_that_the_step_does_not_read():
         assert row.window >= 0 and row.activations >= 0 and row.parameters >= 8192**2 * 4, row
 
 
+def test_a_step_that_is_wrapped_already():
+    """Each row wraps the function itself, in place of what ``jo.jit`` or ``jo.pipelined`` has made of it."""
+    require(H200)
+
+    def wrapped(by):
+        def make(tx):
+            step, *args = maker(2, 256)(tx)
+            return by(step, donate_argnums=(0, 1)), *args
+
+        return make
+
+    plain = jo.plan(maker(2, 256), CLIPPED, target=H200)
+    assert "pipelined" in [row.name for row in plain.options]
+    for by in (jo.jit, jo.pipelined, jax.jit):
+        found = jo.plan(wrapped(by), CLIPPED, target=H200)
+        assert found.options == plain.options and "no row" not in str(found), by
+
+
 @pytest.mark.long("compiles a step with several fractions for an H200")
 def test_the_smallest_fraction_that_fits_is_compiled_too():
     require(H200)
