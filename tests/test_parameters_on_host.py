@@ -545,6 +545,31 @@ def test_verify_names_the_parameter_and_the_fix():
     assert warning.leaf == "params['head']" and "jax_offload.to_host(params, loss, batch)" in warning.what
 
 
+def test_a_state_that_is_loaded_as_a_whole_has_a_fix_of_its_own():
+    """A pipelined step updates the embedding ahead of the pass; ``to_host`` is for parameters, and so is its fix."""
+    require(H200)
+    _, _, layers, x = of_model("scanned", 1024)
+    table = jax.ShapeDtypeStruct((16384, 1024), "float32", sharding=x.sharding)
+    params, tokens = (
+        {"embed": table, "layers": layers["layers"]},
+        jax.ShapeDtypeStruct((8,), "int32", sharding=x.sharding),
+    )
+    params, tx = jo.to_host(params), jo.offload(optax.chain(optax.clip_by_global_norm(1.0), ADAMW))
+
+    def loss(params: Any, tokens: Any) -> Any:
+        x, _ = jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), params["embed"][tokens], params["layers"])
+        return (x**2).mean()
+
+    train = jo.pipelined(trained(tx, loss, "update_params"), donate_argnums=(0, 1))
+    args, fix = (params, jo.abstract_state(tx, params), tokens), "params, loss, batch)"
+    placed = {leaf.path: leaf.streams for leaf in jo.placement(train, *args).leaves if "embed" in leaf.path}
+    warned = {p.leaf: p.what for p in jo.verify(train, *args, target=H200).problems}
+    for said in (placed, warned):
+        assert len(said) == 3
+        for leaf, how in said.items():
+            assert (fix in how) == ("mu" not in leaf and "nu" not in leaf) != ("offload(select=)" in how), (leaf, how)
+
+
 def test_arithmetic_with_a_state_is_an_error_of_ours():
     loss, _, shapes, x = of_model("scanned", 128)
     params, x = jax.tree.map(lambda x: jnp.ones(x.shape, device=x.sharding), (shapes, x))

@@ -255,7 +255,8 @@ def test_a_leaf_that_is_updated_ahead_of_a_scan_is_seen():
 
     table = jo.placement(jo.jit(step), params, jo.abstract_state(tx, params), S((8,), jnp.int32))
     how = {leaf.path[-9:]: leaf.streams for leaf in table.leaves if leaf.shape}
-    assert how["['embed']"].startswith("whole, by a device_put of the step itself, which no window limits; keep")
+    assert how["['embed']"].startswith("whole, which no window limits: its update runs ahead of the pass")
+    assert "offload(select=) keeps it on the device" in how["['embed']"]
     assert how["'layers']"].startswith("4 rows, in the scan that reads the parameters")
     assert len({*table.stays}) == len(table.stays) > 0  # two updates with one reason
 

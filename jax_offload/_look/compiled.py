@@ -63,6 +63,7 @@ class Argument:
       replaced_by: the number of the result that takes its place in the next step, if one is like it.
       put_whole: whether the step itself loads it as a whole, from host memory.
       has_layers: whether ``jax_offload.jit`` would load it layer by layer instead.
+      updated: whether it belongs to the state of an ``offload`` in the step.
       donated: whether the caller donates it.
     """
 
@@ -74,6 +75,7 @@ class Argument:
     replaced_by: int | None = None
     put_whole: bool = False
     has_layers: bool = False
+    updated: bool = False
     donated: bool = False
 
 
@@ -236,11 +238,12 @@ def _given(
     found = list[Argument]()
     for k, (path, aval, name, own) in enumerate(zip(paths, avals, names, of_states(step.args_info), strict=True)):
         host = is_host_aval(aval)
-        state = host or own or by_name.get(getattr(path[-1], "key", None), False)
+        own = own or by_name.get(getattr(path[-1], "key", None), False)
+        updated = own and (bool(carried) or kept is not None)
         waits = bool(carried) and getattr(path[1], "idx", None) == 1
         own_kept = None if kept is None else kept[k]
-        layers = put[k] and not left[k]
-        found.append(Argument(name or "", host, state, waits, own_kept, nexts.get(k), put[k], layers, donated[k]))
+        moved = put[k], put[k] and not left[k], updated
+        found.append(Argument(name or "", host, host or own, waits, own_kept, nexts.get(k), *moved, donated[k]))
     return found
 
 

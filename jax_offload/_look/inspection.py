@@ -16,7 +16,7 @@ from jax_offload._look.chips import HEADROOM, Chip, larger_share, usable
 from jax_offload._look.chips import chip as chip_of
 from jax_offload._look.compiled import SAYS, Compiled, compiled
 from jax_offload._look.hlo import SCOPE
-from jax_offload._look.report import replaced
+from jax_offload._look.report import AHEAD, replaced
 from jax_offload._look.text import aligned, in_bytes, in_mib, in_seconds, some
 from jax_offload._look.timeline import (
     COLLECTIVES,
@@ -130,6 +130,8 @@ def _put_whole(program: Compiled) -> Iterator[Problem]:
         why = (
             "jax_offload.jit(step) loads it layer by layer"
             if given.has_layers
+            else AHEAD
+            if given.updated
             else "no layer reads it by rows; params = jax_offload.to_host(params, loss, batch) keeps it on the device"
         )
         what = f"is loaded as a whole, {in_mib(array.nbytes)} MiB: {why}"

@@ -282,6 +282,7 @@ _PUT = (
     "whole, by a device_put of the step itself, which no window limits; keep what no layer reads by rows on "
     "the device, with jo.to_host(params, loss, batch) or select="
 )
+AHEAD = "its update runs ahead of the pass that reads the new parameters; offload(select=) keeps it on the device"
 _BESIDE = "stays on the device, beside parameters in host memory"
 _NO_UPDATE = "no update of an offload was seen in it (under vmap and derivatives none is)"
 
@@ -296,7 +297,8 @@ def of_transformation(tx: Any, params: Any, **extra_args: Any) -> tuple[Placemen
 
     with described(params):
         trace, unknown = trace_of(update, state, params, extra_args)
-    return _table(rows, jax.tree.leaves(state), trace, unknown, of_step=False)
+    leaves = jax.tree.leaves(state)
+    return _table(rows, leaves, [True] * len(leaves), trace, unknown, of_step=False)
 
 
 def _of_step(step: Any, args: Any, kwargs: Any) -> Placement:
@@ -310,21 +312,18 @@ def _of_step(step: Any, args: Any, kwargs: Any) -> Placement:
     with described():
         trace, unknown = trace_of(call, args, kwargs)
     flat = jax.tree_util.tree_flatten_with_path((args, kwargs), is_leaf=is_on_disk)[0]
-    rows = [_argument(_name(path, bound), x) for path, x in flat]
-    table = _table(rows, jax.tree.leaves((args, kwargs)), trace, unknown, of_step=True)[0]
-    return dataclasses.replace(table, leaves=(*table.leaves, *_beside(args, kwargs, [path for path, _ in flat], rows)))
+    rows, paths = [_argument(_name(path, bound), x) for path, x in flat], [path for path, _ in flat]
+    # the state of an nnx.Optimizer is no tuple of optax when it is split, but flax has a name for it
+    states = [own or "opt_state" in jax.tree_util.keystr(path)
+              for path, own in zip(paths, of_states((args, kwargs)), strict=True)]  # fmt: skip
+    table = _table(rows, jax.tree.leaves((args, kwargs)), states, trace, unknown, of_step=True)[0]
+    return dataclasses.replace(table, leaves=(*table.leaves, *_beside(paths, rows, states)))
 
 
-def _beside(args: Any, kwargs: Any, paths: Sequence[Any], rows: Sequence[Leaf]) -> list[Leaf]:
+def _beside(paths: Sequence[Any], rows: Sequence[Leaf], states: Sequence[bool]) -> list[Leaf]:
     """Return the rows of the arrays that stay on the device in an argument whose other arrays, and no optimizer's
     state, are in host memory."""
-
-    # the state of an nnx.Optimizer is no tuple of optax when it is split, but flax has a name for it
-    given = [
-        (path, row)
-        for path, row, state in zip(paths, rows, of_states((args, kwargs)), strict=True)
-        if not (state or "opt_state" in jax.tree_util.keystr(path))
-    ]
+    given = [(path, row) for path, row, of_state in zip(paths, rows, states, strict=True) if not of_state]
     partly = {path[:2] for path, row in given if row.host}
     return [
         dataclasses.replace(row, streams=_BESIDE)
@@ -362,13 +361,14 @@ def _spec(sharding: Any) -> str:
 
 
 def _table(
-    rows: Sequence[Leaf], leaves: Sequence[Any], trace: Any, unknown: str, *, of_step: bool
+    rows: Sequence[Leaf], leaves: Sequence[Any], states: Sequence[bool], trace: Any, unknown: str, *, of_step: bool
 ) -> tuple[Placement, list[Found]]:
     """Return the table of a traced function, and the updates in it.
 
     Args:
       rows: a row for each of ``leaves``.
       leaves: the first leaves of the function's arguments.
+      states: whether each of them is in an optimizer's state.
       trace: its closed jaxpr; ``None`` if it cannot be traced, for the reason ``unknown``.
       of_step: whether it is a step, and not the update of a transformation.
     """
@@ -386,10 +386,10 @@ def _table(
             if p.slice.loads and not own:
                 elsewhere[f"{how}, through {in_mib(p.window.nbytes)} MiB"] += 1
     put = set() if trace is None else put_whole(trace.jaxpr.eqns)
-    for row, v in zip(rows, of_row, strict=True):
+    for row, v, of_state in zip(rows, of_row, states, strict=True):
         of = [] if v is None else loads[v]
         hidden = (row.host or row.disk) and not of and not unknown
-        own = [_PUT] if v in put else []
+        own = [f"whole, which no window limits: {AHEAD}" if of_state and found else _PUT] if v in put else []
         streams = _UNSEEN if hidden and not own else _in_words([*own, *(how for how, _ in of)])
         shown.append(dataclasses.replace(row, streams=streams))
         for _, p in of:
