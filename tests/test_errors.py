@@ -136,6 +136,15 @@ def test_masters_do_not_tell_the_parameters():
     assert jax.tree.structure(jo.to_host(tx, state, given)) == jax.tree.structure(state)
 
 
+def test_an_init_that_computes_with_the_parameters_needs_them():
+    """No stand-in for a whole tree has shapes."""
+    tx = jo.offload(optax.GradientTransformation(lambda p: jnp.zeros((2, *p["w"].shape)), ADAM.update), min_bytes=0)
+    state = tx.init(params())
+    with pytest.raises(ValueError, match=r"^params: this optimizer's init must see them; give them as params=\."):
+        jo.to_host(tx, jo.to_device(state))
+    assert jo.to_host(tx, jo.to_device(state), params()).sharding.memory_kind == "pinned_host"
+
+
 @pytest.mark.parametrize("args", [(), (params,)])
 def test_what_is_not_the_state_is_named(args):
     with pytest.raises(ValueError, match=r"^state: got a (NoneType|dict).*not like .*Fix: .*\(tx, state, params\)"):

@@ -425,10 +425,17 @@ def params_like(tx: optax.GradientTransformation, state: Any) -> Any:
         return jax.ShapeDtypeStruct(np.shape(array), dtype, sharding=on_device)
 
     check_transformation(tx, "(tx, state)")
-    copies: list[Any] = []
+    probes, copies = list[Any](), list[Any]()
+
+    def init(params: Any) -> Any:
+        probes.append(inner(tx.init(params)))
+        return probes[0]
+
     try:
-        optax.tree.map_params(lambda p: inner(tx.init(p)), copies.append, inner(state), is_leaf=lambda _: True)
+        optax.tree.map_params(init, copies.append, inner(state), is_leaf=lambda _: True)
     except Exception as error:
+        if not probes:
+            raise ValueError("params: this optimizer's init must see them; give them as params=.") from error
         raise ValueError(
             f"state: got a {type(state).__name__} that is not like the state that this optimizer's init gives. Fix: "
             "give its state, (tx, state), and params too if the init must see them, (tx, state, params)."
