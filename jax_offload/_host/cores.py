@@ -15,6 +15,7 @@ import dataclasses
 import functools
 import math
 import os
+import socket
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
@@ -25,6 +26,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, Sharding, SingleDeviceSharding
 
+from jax_offload._disk.disk import allgathered
 from jax_offload._host.stages import Task, is_sent
 from jax_offload._program.jaxprs import (
     ClosedJaxpr,
@@ -206,8 +208,12 @@ def _pool() -> ThreadPoolExecutor:
 
 @functools.cache
 def threads() -> int:
-    """Return the number of cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    """Return the number of cores that this process may use: its share of those that other processes may use too."""
+    mine = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
+    # all processes are here, as each comes to its first kernel in the same step
+    said = allgathered([socket.gethostname(), hex(sum(1 << core for core in mine))])
+    masks = [int(mask, 16) for host, mask in said if host == socket.gethostname()]
+    return max(1, int(sum(1 / sum(mask >> core & 1 for mask in masks) for core in mine) + 1e-6))
 
 
 _CONSTRAINTS = ("sharding_constraint", "reshard")

@@ -10,6 +10,7 @@ import re
 import shutil
 import signal
 import sys
+import threading
 import zlib
 from collections import Counter
 from pathlib import Path
@@ -213,18 +214,20 @@ def assert_placed(tx, params, *got):
 
 
 def cores(folder, how):
-    """Each process updates its own part on its cores: each step is the plain one."""
-    params, over = model(how, 128), HOW[how][1]
+    """Each process updates its own part on its share of the cores: each step is the plain one."""
+    params, over = model(how, 256), HOW[how][1]
     tx = jo.offload(INNER, min_bytes=0, shard_over=over, update_on="host")
     step, plain, state = step_of(tx, params), jax.jit(by_update(INNER)), tx.init(params)
     assert any(x.sharding.memory_kind == "pinned_host" for x in jax.tree.leaves(state))
     like = params
     for k in range(3):
-        want = plain(params, jo.to_device(state), batch(k, 128))
-        *got, value = step(params, state, batch(k, 128))
+        want = plain(params, jo.to_device(state), batch(k, 256))
+        *got, value = step(params, state, batch(k, 256))
         near((got, value), (want[:2], want[2]))
         assert_placed(tx, like, *got)
         params, state = got
+    threads = [each for each in threading.enumerate() if each.name.startswith("jax_offload")]
+    assert 0 < len(threads) <= max(1, len(os.sched_getaffinity(0)) // 2)
 
 
 def whole_leaves(folder):
