@@ -372,6 +372,18 @@ def test_falling_back(three_steps):
                 jo.restore(manager, target, fallback=True)
 
 
+def test_a_step_whose_folder_is_gone_is_damaged(three_steps):
+    """A manager remembers which steps there were."""
+    folder, values, target = three_steps
+    with ocp.CheckpointManager(folder) as manager:
+        shutil.rmtree(folder / "3")
+        with pytest.raises(ValueError, match=r"step 3 in .*3 is damaged"):
+            jo.restore(manager, target)
+        with pytest.warns(UserWarning, match="Using step 2"):
+            back = jo.restore(manager, target, fallback=True)
+        jax.tree.map(np.testing.assert_array_equal, back, values[2])
+
+
 def test_what_is_wrong_with_the_call_is_no_damage(three_steps):
     folder, _, target = three_steps
     with ocp.CheckpointManager(folder) as manager, warnings.catch_warnings():

@@ -221,7 +221,8 @@ def _with_host_copies(tree: Any) -> Any:
 def _path(manager: Any, step: int) -> Any:
     """Return the folder of a step, whatever prefix or padding the manager's options give its name."""
     numbers = ((path, re.fullmatch(r"(?:.*_)?(\d+)", path.name)) for path in manager.directory.iterdir())
-    return next(path for path, number in numbers if number and int(number[1]) == step)
+    found = (path for path, number in numbers if number and int(number[1]) == step)
+    return next(found, manager.directory / str(step))  # the folder may be gone
 
 
 def _orbax() -> Any:
