@@ -458,6 +458,8 @@ def test_a_function_with_attributes_named_like_methods():
     jitted = jo.jit(step)
     assert jitted(1) == 2
     assert jitted.trace == jax.jit(step).trace == "the function's own"
+    del step.lower
+    assert jo.jit(step).lower(1).as_text() == jax.jit(step).lower(1).as_text()
 
 
 def test_none_is_no_function():

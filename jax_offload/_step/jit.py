@@ -374,8 +374,7 @@ class Jitted:
 
     def trace(self, *args: Any, **kwargs: Any) -> jax.stages.Traced:
         """The same method as on the result of ``jax.jit``."""
-        with _naming(self._fun, self._options.get("in_shardings"), args):
-            traced = self._outermost(args, kwargs).trace(*args, **kwargs)
+        traced = self._outermost(args, kwargs).trace(*args, **kwargs)
         return traced if Undone.found_in(traced.out_info) is None else self._inner.trace(*args, **kwargs)
 
     def without_static(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -385,7 +384,8 @@ class Jitted:
 
     def lower(self, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
         """The same method as on the result of ``jax.jit``."""
-        return self.trace(*args, **kwargs).lower()
+        with _naming(self._fun, self._options.get("in_shardings"), args):
+            return Jitted.trace(self, *args, **kwargs).lower()  # the function may have an attribute named trace
 
     def eval_shape(self, *args: Any, **kwargs: Any) -> Any:
         """The same method as on the result of ``jax.jit``."""
@@ -433,7 +433,7 @@ def _naming(step: Callable[..., Any], places: Any, args: Sequence[Any]) -> Itera
             if None not in (kind, says) and kind != says:
                 raise ValueError(
                     f"in_shardings: {argument.key}{keystr(tuple(path))} is in memory of the kind {kind!r}, and they "
-                    f"say {says!r}; jit moves no argument between memories. Fix: in its place None, or "
+                    f"say {says!r}; jit moves no argument between memories. Fix: give None in its place, or "
                     f"jax.tree.map(lambda x: x.sharding, {argument.key})."
                 ) from error
         raise
