@@ -545,6 +545,23 @@ def test_verify_names_the_parameter_and_the_fix():
     assert warning.leaf == "params['head']" and "jax_offload.to_host(params, loss, batch)" in warning.what
 
 
+def test_gradients_that_a_load_of_the_step_itself_sends_to_the_host():
+    """The schedule tells them: the transpose of a load is a store. Nothing that moves is without a name."""
+    require(H200)
+    _, _, params, x = of_model("scanned", 512)
+    params, tx = jo.to_host({"layers": params["layers"]}), jo.offload(optax.chain(CLIP, ADAMW))
+
+    def loss(params: Any, x: Any) -> Any:
+        x, _ = jax.lax.scan(lambda x, w: (jnp.tanh(x @ jo.to_device(w)), None), x, params["layers"])
+        return (x**2).mean()
+
+    step = jax.jit(trained(tx, loss, "update_params"), donate_argnums=(0, 1))
+    seen = jo.inspect(step, params, jo.abstract_state(tx, params), x, target=H200)
+    moved, nbytes = {(t.leaf, t.loads): t.nbytes for t in seen.transfers}, 8 * 512**2 * 4
+    assert {leaf.partition("[")[0] for leaf, _ in moved} == {"params", "state", "gradients"}, moved
+    assert moved["gradients", False] == nbytes and moved["gradients", True] == 2 * nbytes  # their norm, and the update
+
+
 def test_a_state_that_is_loaded_as_a_whole_has_a_fix_of_its_own():
     """A pipelined step updates the embedding ahead of the pass; ``to_host`` is for parameters, and so is its fix."""
     require(H200)

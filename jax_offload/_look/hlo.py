@@ -391,6 +391,7 @@ class Buffers:
     Attributes:
       arguments: the arguments of the program, by their buffers.
       loaded: the bytes of each buffer into which a copy from the host goes.
+      gradients: the buffers in host memory into which a backward pass stores.
     """
 
     def __init__(self, module: Module) -> None:
@@ -403,10 +404,13 @@ class Buffers:
             if number in module.arguments:
                 self._join((module.entry.root, place), (module.arguments[number], ()))
         self.arguments = {self.find(op): op for op in module.arguments.values()}
-        self.loaded = defaultdict[Key, int](int)
+        self.loaded, self.gradients = defaultdict[Key, int](int), set[Key]()
         for op in ops:
             if (copy := op.copy) and copy[0] and (key := self.find(op, op.result)) not in self.arguments:
                 self.loaded[key] = max(self.loaded[key], copy[1])
+            scopes = " ".join(x.scope for x in (op, *op.operands)) if copy and not copy[0] else ""
+            if "transpose(" in scopes and not SCOPE.search(scopes):
+                self.gradients.add(self.find(op, op.result))
 
     def argument(self, op: Op, place: Place = ()) -> Op | None:
         """The argument of the program whose buffer holds a value."""
