@@ -413,6 +413,14 @@ def test_what_is_wrong_with_the_call_is_no_damage(three_steps):
             jo.restore(manager, other, fallback=True)
 
 
+@pytest.mark.parametrize("flat", ["a/b", "a.b"])
+def test_two_leaves_of_one_name(flat):
+    """The first could not be restored; of the second orbax keeps one leaf, without a word."""
+    tree = {flat: jnp.zeros(4), "a": {"b": jnp.ones(4)}}
+    with pytest.raises(ValueError, match=rf"\['a'\]\['b'\] and \['{flat}'\] have one name .*Fix: rename a key"):
+        jo.save_args(tree)
+
+
 def test_a_checkpoint_of_plain_orbax(tmp_path):
     tx, tree, _ = small()
     with ocp.CheckpointManager(tmp_path) as manager:

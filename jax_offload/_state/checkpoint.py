@@ -60,7 +60,8 @@ def save_args(tree: Any, *, copy: bool = True) -> Any:
 
     Raises:
       ImportError: orbax is not installed.
-      ValueError: the copies do not fit XLA's pool of pinned host memory on a GPU.
+      ValueError: two leaves have one name, such as those of ``{"a/b": x, "a": {"b": y}}``; or the copies do not fit
+        XLA's pool of pinned host memory on a GPU.
 
     Example:
       >>> import tempfile, jax, jax.numpy as jnp, optax, orbax.checkpoint as ocp, jax_offload as jo
@@ -252,8 +253,21 @@ def reading(read: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def named(tree: Any) -> dict[str, Any]:
-    """Return the leaves of a tree by name; a named tuple and the dict that orbax makes of it have the same names."""
-    return {jax.tree_util.keystr(path, simple=True, separator="/"): x for path, x in leaves_with_paths(tree)}
+    """Return the leaves of a tree by name; a named tuple and the dict that orbax makes of it have the same names.
+
+    Raises:
+      ValueError: two leaves have one name, here or in orbax, which joins keys by dots.
+    """
+    found = dict[str, tuple[Any, Any]]()
+    for separator in "./":  # ours is the last one
+        found = dict[str, tuple[Any, Any]]()
+        for path, x in leaves_with_paths(tree):
+            name = jax.tree_util.keystr(path, simple=True, separator=separator)
+            if name in found:
+                both = " and ".join(map(jax.tree_util.keystr, (found[name][0], path)))
+                raise ValueError(f"tree: leaves {both} have one name in a checkpoint, {name!r}. Fix: rename a key.")
+            found[name] = path, x
+    return {name: x for name, (_, x) in found.items()}
 
 
 def some(names: Iterable[str]) -> str:
