@@ -3,8 +3,8 @@
     JAX_PLATFORMS=cpu python -m benchmarks.parameters_on_host [REGEX] [--out FILE]
 
 Each case is a model and a way to train it. ``resident`` is plain optax; ``state`` is ``jo.jit`` with the state in host
-memory, and ``both`` has the stacked parameters there too; ``clipped`` is ``both`` under ``jo.pipelined`` with gradients
-on the host. ``MaxText`` loads a layer in the scan's body, and all parameters and state for the update, by ``jax.jit``.
+memory, and ``both`` has the stacked parameters there too; ``low bits`` keeps 16 bits beside each bfloat16 parameter and
+no master. ``clipped`` is ``both`` under ``jo.pipelined`` with gradients on the host, if not said. ``MaxText`` loads a layer in the scan's body, and all parameters and state for the update, by ``jax.jit``.
 ``largest`` models have as many layers as an H200 and 1.5 TB of host memory hold. Nothing runs; half an hour on two
 cores. Cases that have a result are not compiled again. Needs ``pip install '.[aot]'``.
 """
@@ -73,11 +73,12 @@ class Case:
     def measured(self) -> dict[str, Any]:
         params, batch, loss = self.arguments()
         inner = CLIPPED if "clipped" in self.way else ADAMW
-        inner = jo.with_master_params(inner) if self.dtype == HALF else inner
+        if self.dtype == HALF:
+            inner = jo.with_master_params(inner, low_bits="low bits" in self.way)
         resident = self.way.startswith("resident")
         tx = jo.offload(inner, fraction=0) if resident else jo.offload(inner, storage=self.storage)
         state, stacked = jo.abstract_state(tx, params), "w" if "w" in params else "blocks"
-        if self.way in ("both", "clipped", "MaxText"):
+        if not resident and self.way != "state":
             params[stacked] = jo.to_host(params[stacked])
 
         def by_optax(params: Any, state: Any, batch: Any) -> Any:
@@ -94,9 +95,10 @@ class Case:
             value, grads = jax.value_and_grad(loss)(params, batch)
             return *jo.update_params(tx, grads, state, params), value
 
-        if self.way == "clipped":
-            step: Any = jo.pipelined(ours, donate_argnames=("params", "state"), gradients="host")
-        elif self.way in ("state", "both"):
+        if self.way.startswith("clipped"):
+            gradients = "device" if "gradients on the device" in self.way else "host"
+            step: Any = jo.pipelined(ours, donate_argnames=("params", "state"), gradients=gradients)
+        elif self.way.startswith(("state", "both")):
             step = jo.jit(ours, donate_argnums=(0, 1))
         else:
             step = jax.jit(by_optax, donate_argnums=(0, 1))
@@ -128,6 +130,9 @@ TOYS = [(n, "h200", FULL) for n in (32768, 16384, 512)] + [(n, "h200", HALF) for
 TOYS += [(n, "v5e:1x1", FULL) for n in (512, 16384)]
 WAYS = "resident", "state", "both"
 CASES = [Case(n, way, target, dtype) for n, target, dtype in TOYS for way in WAYS]
+CASES += [Case(n, "both, low bits", dtype=HALF) for n in (16384, 32768)]
+CLIPPED_WAYS = "resident, clipped", "clipped", "clipped, gradients on the device"
+CASES += [Case(n, way) for n in (512, 16384) for way in CLIPPED_WAYS]
 CASES += [Case(MODELS["gpt-7b"], way) for way in (*WAYS, "MaxText", "resident, clipped", "clipped")]
 RUNS: dict[str, Callable[[], dict[str, Any]]] = {case.name: case.measured for case in CASES}
 RUNS |= {f"largest {WIDE.title} | {way} | h200": partial(largest, way) for way in WAYS}
