@@ -4,9 +4,10 @@
 
 Each case is a model and a way to train it. ``resident`` is plain optax; ``state`` is ``jo.jit`` with the state in host
 memory, and ``both`` has the stacked parameters there too; ``low bits`` keeps 16 bits beside each bfloat16 parameter and
-no master. ``clipped`` is ``both`` under ``jo.pipelined`` with gradients on the host, if not said. ``MaxText`` loads a layer in the scan's body, and all parameters and state for the update, by ``jax.jit``.
-``largest`` models have as many layers as an H200 and 1.5 TB of host memory hold. Nothing runs; half an hour on two
-cores. Cases that have a result are not compiled again. Needs ``pip install '.[aot]'``.
+no master. ``clipped`` is ``both`` under ``jo.pipelined`` with gradients on the host, if the name does not say where.
+``MaxText`` loads a layer in the scan's body, and all parameters and state for the update, by ``jax.jit``. ``largest``
+models have as many layers as an H200 and 1.5 TB of host memory hold. Nothing runs; half an hour on two cores. Cases
+that have a result are not compiled again. Needs ``pip install '.[aot]'``.
 """
 
 from __future__ import annotations

@@ -259,3 +259,44 @@ def test_parameters_of_scanned_layers_in_host_memory(kind):
         np.testing.assert_allclose(own_value, value, rtol=1e-5)
     assert shardings_in(got) == where
     assert_close(got, want, 1e-4)
+
+
+@pytest.mark.parametrize("entry", ["pipelined", "jo.jit"])
+def test_an_nnx_optimizer_of_recomputed_layers_in_host_memory(entry):
+    """A scan over ``nnx.remat`` hands the parameters on, and the update still takes them from host memory by rows."""
+
+    class Model(nnx.Module):
+        def __init__(self):
+            self.up = nnx.vmap(lambda rngs: nnx.Linear(128, 128, rngs=rngs))(nnx.Rngs(0).split(4))
+
+        def __call__(self, x):
+            layer = nnx.remat(lambda x, layer: jnp.tanh(layer(x)))
+            return nnx.scan(layer, in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)(x, self.up)
+
+    def step_of(tx, moved):
+        model = Model()
+        params = jax.device_put(nnx.state(model), jax.devices()[0])
+        nnx.update(model, jo.to_host(params, select="up") if moved else params)
+        graph, arrays = nnx.split((model, nnx.jit(lambda model: nnx.Optimizer(model, tx, wrt=nnx.Param))(model)))
+
+        def step(arrays, x):
+            model, optimizer = both = nnx.merge(graph, arrays)
+            value, grads = nnx.value_and_grad(lambda model: (model(x) ** 2).mean())(model)
+            optimizer.update(model, grads)
+            return nnx.state(both), value
+
+        return step, arrays
+
+    clipped = optax.chain(optax.clip_by_global_norm(0.01), optax.adamw(1e-2))
+    (plain, want), (step, got) = step_of(clipped, False), step_of(jo.offload(clipped), True)
+    plain, x, where = jax.jit(plain), jax.device_put(jnp.ones((8, 128)) / 8, jax.devices()[0]), shardings_in(got)
+    train = jo.pipelined(step, donate_argnums=0) if entry == "pipelined" else jo.jit(step, donate_argnums=0)
+    table = jo.placement(train, got, x)
+    (row,) = (leaf.streams for leaf in table.leaves if leaf.nbytes == 4 * 128 * 128 * 4 and "then" in leaf.streams)
+    assert "device_put" not in row, table
+    for _ in range(3):
+        want, _ = plain(want, x)
+        got, _ = train(got, x)
+    got = train.finish(got) if entry == "pipelined" else got
+    assert_close(got, want, 1e-5)
+    assert shardings_in(got) == where

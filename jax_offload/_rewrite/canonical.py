@@ -41,7 +41,15 @@ from jax_offload._program.jaxprs import (
     values_of,
     variables,
 )
-from jax_offload._program.memory import is_host_aval, names_in, on_device_aval, to_device, to_host, typed_sharding
+from jax_offload._program.memory import (
+    is_host_aval,
+    names_in,
+    on_device_aval,
+    on_host,
+    to_device,
+    to_host,
+    typed_sharding,
+)
 from jax_offload._program.primitives import (
     CHECKPOINT,
     ELEMENTWISE,
@@ -72,7 +80,8 @@ _MOST_UNROLLED = 256
 
 def canonical(program: Program) -> Program:
     """Return the step's program in the one form, with the same inputs and results."""
-    program = _opened(rebuilt(always_updating(dereferenced(program)), _on_the_device))
+    program = reading_leaves(always_updating(dereferenced(program)))
+    program = _opened(rebuilt(program, _on_the_device))
     for at in [k for k, eqn in enumerate(program.eqns) if eqn.primitive.name == "scan"][::-1]:
         program = _moved_as_a_whole(_by_rows(program, at), at)
     return _joined(_unrolled(program))
@@ -83,6 +92,59 @@ def dereferenced(program: Program, *, any_jit: bool = False) -> Program:
     if not any(type(effect) in effects_of(REFERENCES) for effect in program.effects):
         return program
     return flat(without_references(program.closed), any_jit=any_jit)
+
+
+# Parameters that a scan hands on -------------------------------------------------------------------------------------
+
+
+def reading_leaves(program: Program) -> Program:
+    """Let updates read leaves in host memory, in place of whole ones that a pass has loaded and handed on.
+
+    A scan over the layers of an ``nnx`` module returns their parameters, unchanged, beside its own results.
+    """
+    leaves = {v for v in program.inputs if is_host_aval(v.aval)}
+    leaf_of = {eqn.outvars[0]: x for eqn in program.eqns if is_load(eqn) and (x := eqn.invars[0]) in leaves}
+    if not leaf_of or not any(map(is_update, program.eqns)):
+        return program
+    loaded = {*leaf_of}
+
+    def read(new: Builder, eqn: Equation, operands: list[Atom]) -> Sequence[Atom] | None:
+        if loaded.isdisjoint(variables(operands)):
+            return None
+        if (scan := scan_of(eqn)) is not None:
+            body, m = flat(scan.body), len(scan.init)
+            count = len(scan.xs)
+            rows = zip(body.inputs[len(body.inputs) - count :], operands[len(operands) - count :], strict=True)
+            row_of = {v: x for v, x in rows if isinstance(x, Var) and x in loaded}
+            new.put(eqn, operands)
+            handed_on = [row_of.get(v) if isinstance(v, Var) else None for v in body.outputs[m:]]
+            return [*eqn.outvars[:m], *(x or v for x, v in zip(handed_on, eqn.outvars[m:], strict=True))]
+        if not is_update(eqn) or (update := eqn.params["update"]).driven:
+            return None
+        given = [
+            leaf_of.get(x, x) if isinstance(x, Var) and v not in update.names else x
+            for x, v in zip(operands, update.operands, strict=True)
+        ]
+        if given == operands:
+            return None
+        return new.run(lambda *xs: bound(_loading(update, xs), xs), *given, like=eqn)
+
+    return rebuilt(program, read)
+
+
+def _loading(update: Update, given: Sequence[Any]) -> Update:
+    """Return an update that loads those of its operands that are in host memory now."""
+    old = update.program
+    on_device = [not is_host_aval(v.aval) for v in update.operands]
+
+    def run(*operands: Any) -> list[Any]:
+        loads = zip(operands, on_device, strict=True)
+        return jax_fun(old.closed)(*(to_device(x) if there and on_host(x) else x for x, there in loads))
+
+    new = as_program(jaxpr_of(run, *given)[0])
+    names = dict(zip(update.operands, new.inputs[len(new.consts) :], strict=True))
+    names |= {v: x for v, x in zip(old.outputs, new.outputs, strict=True) if isinstance(v, Var)}
+    return with_program(update, new, names)
 
 
 # Checkpoints around scans over layers -------------------------------------------------------------------------------
