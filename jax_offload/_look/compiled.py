@@ -239,10 +239,9 @@ def _given(
     for k, (path, aval, name, own) in enumerate(zip(paths, avals, names, of_states(step.args_info), strict=True)):
         host = is_host_aval(aval)
         own = own or by_name.get(getattr(path[-1], "key", None), False)
-        updated = own and (bool(carried) or kept is not None)
         waits = bool(carried) and getattr(path[1], "idx", None) == 1
         own_kept = None if kept is None else kept[k]
-        moved = put[k], put[k] and not left[k], updated
+        moved = put[k], put[k] and not left[k], own and (bool(carried) or kept is not None)
         found.append(Argument(name or "", host, host or own, waits, own_kept, nexts.get(k), *moved, donated[k]))
     return found
 

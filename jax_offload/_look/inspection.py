@@ -17,7 +17,7 @@ from jax_offload._look.chips import chip as chip_of
 from jax_offload._look.compiled import SAYS, Compiled, compiled
 from jax_offload._look.hlo import SCOPE
 from jax_offload._look.report import AHEAD, replaced
-from jax_offload._look.text import aligned, in_bytes, in_mib, in_seconds, some
+from jax_offload._look.text import aligned, in_bytes, in_mib, in_seconds
 from jax_offload._look.timeline import (
     COLLECTIVES,
     COMPUTE,
@@ -31,6 +31,7 @@ from jax_offload._look.timeline import (
     Transfer,
     transfers,
 )
+from jax_offload._program.arrays import some
 
 _LARGE = 64 * 2**20  # below it, loading all of a state at once costs nothing
 # If more than this share of the loaded bytes is on the device at once, nothing holds the loads back. XLA for a TPU

@@ -19,9 +19,9 @@ from jax.sharding import NamedSharding
 from jax_offload._disk.leaves import is_on_disk
 from jax_offload._emit.region import Found, Update, updates_in
 from jax_offload._emit.run import put_whole
-from jax_offload._look.text import aligned, in_mib, some, terminal_width
+from jax_offload._look.text import aligned, in_mib, terminal_width
 from jax_offload._program import memory as _memory
-from jax_offload._program.arrays import is_traced
+from jax_offload._program.arrays import is_traced, some
 from jax_offload._program.jaxprs import Var
 from jax_offload._program.memory import sharding_of, shards_of
 from jax_offload._schedule.schedule import Planned, Window, claimed, from_disk, merged
@@ -297,8 +297,7 @@ def of_transformation(tx: Any, params: Any, **extra_args: Any) -> tuple[Placemen
 
     with described(params):
         trace, unknown = trace_of(update, state, params, extra_args)
-    leaves = jax.tree.leaves(state)
-    return _table(rows, leaves, [True] * len(leaves), trace, unknown, of_step=False)
+    return _table(rows, jax.tree.leaves(state), [True] * len(rows), trace, unknown, of_step=False)
 
 
 def _of_step(step: Any, args: Any, kwargs: Any) -> Placement:
@@ -312,12 +311,11 @@ def _of_step(step: Any, args: Any, kwargs: Any) -> Placement:
     with described():
         trace, unknown = trace_of(call, args, kwargs)
     flat = jax.tree_util.tree_flatten_with_path((args, kwargs), is_leaf=is_on_disk)[0]
-    rows, paths = [_argument(_name(path, bound), x) for path, x in flat], [path for path, _ in flat]
+    rows = [_argument(_name(path, bound), x) for path, x in flat]
     # the state of an nnx.Optimizer is no tuple of optax when it is split, but flax has a name for it
-    states = [own or "opt_state" in jax.tree_util.keystr(path)
-              for path, own in zip(paths, of_states((args, kwargs)), strict=True)]  # fmt: skip
+    states = [own or "opt_state" in row.path for row, own in zip(rows, of_states((args, kwargs)), strict=True)]
     table = _table(rows, jax.tree.leaves((args, kwargs)), states, trace, unknown, of_step=True)[0]
-    return dataclasses.replace(table, leaves=(*table.leaves, *_beside(paths, rows, states)))
+    return dataclasses.replace(table, leaves=(*table.leaves, *_beside([path for path, _ in flat], rows, states)))
 
 
 def _beside(paths: Sequence[Any], rows: Sequence[Leaf], states: Sequence[bool]) -> list[Leaf]:

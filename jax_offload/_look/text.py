@@ -31,11 +31,6 @@ def aligned(rows: Sequence[Sequence[str]], right: Collection[int] = ()) -> list[
     return [line(row) for row in rows]
 
 
-def some(names: Sequence[str]) -> str:
-    """Name the first and count the others."""
-    return f"{names[0]} and {len(names) - 1} more" if len(names) > 1 else "".join(names)
-
-
 def in_bytes(n: float) -> str:
     """Format bytes in the largest binary unit that gives at least 1, with at most four digits."""
     units = ["B", "KiB", "MiB", "GiB", "TiB"]

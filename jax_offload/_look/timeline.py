@@ -251,16 +251,14 @@ def label(op: Op) -> str:
 
 def leaf_of(buffers: Buffers, op: Op, loads: bool) -> str:
     """The leaf that a copy belongs to: the argument that it reads or writes, gradients, else the leaf in its name."""
-    made = [] if loads else [(op, place) for place, array in op.leaves.items() if array.host]
-    values = [*made, *((x, ()) for x in op.operands)]
-    for value, place in values:
+    made = [(op, place) for place, array in op.leaves.items() if array.host]
+    for value, place in (values := [*([] if loads else made), *((x, ()) for x in op.operands)]):
         argument = buffers.argument(value, place)
         if argument is not None and argument.array and argument.array.host:
             return argument.scope or argument.name
-    if any(buffers.find(*value) in buffers.gradients for value in values):
-        return "gradients"
+    gradients = any(buffers.find(*value) in buffers.gradients for value in values)
     named = re.search(r"jax_offload/(?:prefetch|write-back)/(.*)/", op.scope)
-    return named[1] if named else UNKNOWN
+    return "gradients" if gradients else named[1] if named else UNKNOWN
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -202,5 +202,10 @@ def names_of(paths: Sequence[KeyPath]) -> list[str]:
     return [keystr(path, simple=True, separator="/") for path in bare]
 
 
+def some(names: Sequence[str], first: int = 1) -> str:
+    """Name the first ones and count the others."""
+    return ", ".join(names[:first]) + (f" and {len(names) - first} more" if len(names) > first else "")
+
+
 def _ends_in_value(path: KeyPath) -> bool:
     return path[-1:] == (GetAttrKey("value"),)

@@ -14,7 +14,7 @@ import functools
 import re
 import tempfile
 import warnings
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -22,11 +22,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.tree_util import keystr
 
 from jax_offload._disk.disk import Disk
 from jax_offload._disk.leaves import is_on_disk, read_into
 from jax_offload._program import memory
-from jax_offload._program.arrays import leaves_with_paths
+from jax_offload._program.arrays import leaves_with_paths, some
 
 _NAME = "jax_offload"  # the name of our entry in orbax's custom metadata
 _MARK = "jax_offload.save_args"  # stands in our entry: a file that holds it, and no such entry, is damaged
@@ -60,8 +61,7 @@ def save_args(tree: Any, *, copy: bool = True) -> Any:
 
     Raises:
       ImportError: orbax is not installed.
-      ValueError: two leaves have one name, such as those of ``{"a/b": x, "a": {"b": y}}``; or the copies do not fit
-        XLA's pool of pinned host memory on a GPU.
+      ValueError: two leaves have one name, or the copies do not fit XLA's pool of pinned host memory on a GPU.
 
     Example:
       >>> import tempfile, jax, jax.numpy as jnp, optax, orbax.checkpoint as ocp, jax_offload as jo
@@ -169,7 +169,7 @@ def _restore_step(ocp: Any, manager: Any, step: int, item: str | None, target: A
     stored = named(metadata.tree)
     sums = _stored_sums(metadata.custom_metadata, folder)
     if sums is not None and sums.keys() != stored.keys():
-        raise Damaged(f"its metadata names other leaves than were saved: {some(sums.keys() ^ stored.keys())}")
+        raise Damaged(f"its metadata names other leaves than were saved: {some(sorted(sums.keys() ^ stored.keys()))}")
     by_default = target is None
     if by_default:
         target = reading(jax.tree.map, default_target, metadata.tree)
@@ -193,7 +193,7 @@ def _restore_step(ocp: Any, manager: Any, step: int, item: str | None, target: A
         if sums is not None:
             got = dict(zip((names[k] for k in indices), checksums(leaves), strict=True))
             if wrong := [name for name in got if got[name] != sums[name]]:
-                raise Damaged(f"other values than were saved in {len(wrong)} of {len(names)} leaves: {some(wrong)}")
+                raise Damaged(f"other values than were saved in {len(wrong)} of {len(names)} leaves: {some(wrong, 5)}")
         return leaves
 
     return jax.tree.unflatten(treedef, read_into(likes, read))
@@ -255,25 +255,16 @@ def reading(read: Any, *args: Any, **kwargs: Any) -> Any:
 def named(tree: Any) -> dict[str, Any]:
     """Return the leaves of a tree by name; a named tuple and the dict that orbax makes of it have the same names.
 
-    Raises:
-      ValueError: two leaves have one name, here or in orbax, which joins keys by dots.
+    Raise ``ValueError`` if two leaves have one name, here or in orbax, which joins keys by dots.
     """
-    found = dict[str, tuple[Any, Any]]()
-    for separator in "./":  # ours is the last one
-        found = dict[str, tuple[Any, Any]]()
-        for path, x in leaves_with_paths(tree):
-            name = jax.tree_util.keystr(path, simple=True, separator=separator)
-            if name in found:
-                both = " and ".join(map(jax.tree_util.keystr, (found[name][0], path)))
-                raise ValueError(f"tree: leaves {both} have one name in a checkpoint, {name!r}. Fix: rename a key.")
-            found[name] = path, x
-    return {name: x for name, (_, x) in found.items()}
-
-
-def some(names: Iterable[str]) -> str:
-    """Return the first five names as text, and how many there are."""
-    names = sorted(names)
-    return ", ".join(names[:5]) + (f", ... ({len(names)} in all)" if len(names) > 5 else "") or "nothing"
+    leaves, seen = leaves_with_paths(tree), dict[tuple[str, str], Any]()
+    for path, _ in leaves:
+        for separator in "./":
+            name = keystr(path, simple=True, separator=separator)
+            if (other := seen.setdefault((separator, name), path)) is not path:
+                both = f"leaves {keystr(other)} and {keystr(path)}"
+                raise ValueError(f"tree: {both} have one name in a checkpoint, {name!r}. Fix: rename a key.")
+    return {keystr(path, simple=True, separator="/"): x for path, x in leaves}
 
 
 def check_target(wanted: dict[str, Any], stored: dict[str, Any], folder: Any) -> None:
@@ -284,8 +275,8 @@ def check_target(wanted: dict[str, Any], stored: dict[str, Any], folder: Any) ->
     if wanted.keys() != stored.keys():
         raise ValueError(
             f"target: its leaves differ from those in the checkpoint in {folder}.\n"
-            f"  only in the target     {some(wanted.keys() - stored.keys())}\n"
-            f"  only in the checkpoint {some(stored.keys() - wanted.keys())}\n"
+            f"  only in the target     {some(sorted(wanted.keys() - stored.keys()), 5) or 'nothing'}\n"
+            f"  only in the checkpoint {some(sorted(stored.keys() - wanted.keys()), 5) or 'nothing'}\n"
             "Give a target for everything that was saved. If the checkpoint lacks an optimizer state, make one with "
             f"tx.init(params) after the restore; to read a part of a checkpoint see docs/state.md."
             f"{_other_storage(wanted, stored)}"
