@@ -47,6 +47,7 @@ def test_a_difference_is_noticed(mode):
     ("fields", "mode"),
     [
         ({"skip": "cond", "bad batch": True}, "disk"),  # the state is handed on as it came
+        ({"skip": "cond", "bad batch": True, "count": True, "again": "new gradients"}, "cores"),  # by two branches
         ({"skip": "skip", "bad batch": True, "metrics": ("change",)}, "cores"),  # a result of old and new parameters
         ({"skip": "skip", "optimizer": "optimistic"}, "jo.jit"),  # a new state that is a constant
         ({"accumulate": "scan and literal"}, "jo.jit"),

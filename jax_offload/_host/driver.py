@@ -430,7 +430,7 @@ class _Values:
 
     def __init__(self, step: Driven, given: dict[Var, Any]) -> None:
         self.here, self._there, self._step, self._moves = given, dict[Var, Any](), step, step.moves
-        self._files = step.moves.files
+        self._files, self._donated = step.moves.files, {id(given[v]): given[v] for v in step.donated}
         self._reading: dict[Var, Future[jax.Array]] = {}
         self._writing: deque[tuple[int, list[Future[None]]]] = deque()  # groups with their bytes
         for token, leaf in self._files.given:
@@ -480,7 +480,7 @@ class _Values:
         gone = {v: self.here.pop(v, None) for v in (*task.over, *self._moves.now[number])}
         for v in task.over:
             self._there.pop(v, None)
-        own = [x for v, x in gone.items() if v in self._step.donated and isinstance(x, jax.Array)]
+        own = [x for x in gone.values() if isinstance(x, jax.Array) and id(x) in self._donated]
         left = [x for x in own if not x.is_deleted()]
         live = {id(x) for x in (*self.here.values(), *self._there.values())} if left else set[int]()
         for x in left:
