@@ -336,7 +336,7 @@ def files(folder):
 
 
 def damage_values(folder):
-    """One bit of the values, which plain orbax restores without a word."""
+    """One bit amid the values, which plain orbax restores without a word unless it lies between two leaves."""
     path = max(files(folder), key=lambda p: p.stat().st_size)
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 16
@@ -347,7 +347,7 @@ def test_falling_back(three_steps):
     folder, values, target = three_steps
     damage_values(folder / "3")
     with ocp.CheckpointManager(folder) as manager:
-        with pytest.raises(ValueError, match="damaged: other values than were saved in 1 of 7 leaves"):
+        with pytest.raises(ValueError, match=r"step 3 in .* is damaged: "):
             jo.restore(manager, target)
         with pytest.warns(UserWarning, match=r"step 3 .*\n.*Using step 2 instead"):
             back = jo.restore(manager, target, fallback=True)
