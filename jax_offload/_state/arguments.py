@@ -275,7 +275,7 @@ def is_state(x: Any) -> bool:
     """Return whether ``x`` is a state of optax or of this package; optax names its trees of parameters otherwise."""
     kind = type(x)
     known = kind.__module__.partition(".")[0] in ("optax", "jax_offload")
-    return known and isinstance(x, tuple) and kind.__name__.endswith("State")
+    return known and isinstance(x, tuple) and kind.__name__.endswith(("State", "ApplyEvery", "WeightDecaySchedule"))
 
 
 def check_gradients(updates: Any, params: Any, cause: Exception | None = None) -> None:

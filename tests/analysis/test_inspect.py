@@ -75,6 +75,17 @@ def test_what_a_cpu_cannot_tell():
     assert report.to_dict()["unseen"] == report.unseen != ""
 
 
+@pytest.mark.parametrize(
+    "inner", [lambda: optax.apply_every(2), lambda: optax.add_decayed_weights(lambda count: count)]
+)
+def test_a_state_that_optax_names_otherwise(inner):
+    """Its class does not end in State."""
+    params = {"w": jnp.ones((64, 64))}
+    state = inner().init(params)
+    report = jo.inspect(jax.jit(lambda p, s: inner().update(p, s, p)), params, state)
+    assert report.parts["state on the device"] == sum(x.nbytes for x in jax.tree.leaves(state))
+
+
 def test_a_resident_state():
     params = {"w": jnp.ones((64, 64))}
     fun = jax.jit(lambda p, s: ADAMW.update(p, s, p))
