@@ -336,7 +336,7 @@ def files(folder):
 
 
 def damage_values(folder):
-    """One bit amid the values, which plain orbax restores without a word unless it lies between two leaves."""
+    """Flip one bit amid the values; plain orbax restores it without an error unless it lies between two leaves."""
     path = max(files(folder), key=lambda p: p.stat().st_size)
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 16
@@ -415,9 +415,9 @@ def test_what_is_wrong_with_the_call_is_no_damage(three_steps):
 
 @pytest.mark.parametrize("flat", ["a/b", "a.b"])
 def test_two_leaves_of_one_name(flat):
-    """The first could not be restored; of the second orbax keeps one leaf, without a word."""
+    """The first tree could not be restored; of the second, orbax keeps one leaf and raises no error."""
     tree = {flat: jnp.zeros(4), "a": {"b": jnp.ones(4)}}
-    with pytest.raises(ValueError, match=rf"\['a'\]\['b'\] and \['{flat}'\] have one name .*Fix: rename a key"):
+    with pytest.raises(ValueError, match=rf"\['a'\]\['b'\] and \['{flat}'\] have the same name .*Fix: rename a key"):
         jo.save_args(tree)
 
 

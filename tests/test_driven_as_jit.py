@@ -19,7 +19,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 import jax_offload as jo
 from tests.support.random_steps import compiles
 
-WAYS = ("update_on", "disk", "jit")  # daily: most tests run the first way, as random steps run under jit
+WAYS = ("update_on", "disk", "jit")  # most daily tests run only the first way, since random steps run under jit
 FAR = jax.device_put(np.full(3, 2, np.float32), jax.devices()[1])
 RATES = np.linspace(0.5, 1.5, 64, dtype=np.float32).reshape(8, 8)
 

@@ -137,7 +137,7 @@ def test_masters_do_not_tell_the_parameters():
 
 
 def test_an_init_that_computes_with_the_parameters_needs_them():
-    """No stand-in for a whole tree has shapes."""
+    """A stand-in for a whole tree has no shapes."""
     tx = jo.offload(optax.GradientTransformation(lambda p: jnp.zeros((2, *p["w"].shape)), ADAM.update), min_bytes=0)
     state = tx.init(params())
     with pytest.raises(ValueError, match=r"^params: this optimizer's init must see them; give them as params=\."):

@@ -230,7 +230,7 @@ def under_vmap(step: Any, init: Any, params: Any) -> Any:
 
 
 def differentiated(step: Any, init: Any, params: Any) -> Any:
-    """Through two updates, of which the second one reads the state that the first one makes."""
+    """Differentiate two updates; the second one reads the state that the first one makes."""
 
     def scalar(params: Any) -> Any:
         parts = [x for x in jax.tree.leaves(jo.to_device(eagerly(step, init, params))) if is_float(x)]

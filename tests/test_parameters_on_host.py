@@ -242,7 +242,7 @@ def in_shard_maps(loss: Any, params: Any, x: Any) -> Any:
 
 
 def behind_a_shard_map(tx: Any, loss: Any) -> Any:
-    """Make the gradients in a ``shard_map``, and update behind it."""
+    """Make the gradients in a ``shard_map``, and update after it."""
 
     def step(params: Any, state: Any, x: Any) -> Any:
         made = lambda *args: jax.lax.pmean(jax.value_and_grad(loss)(*args), "data")  # noqa: E731
@@ -287,7 +287,7 @@ CLIPPED = optax.chain(optax.clip_by_global_norm(0.01), ADAMW)
 layered = functools.partial(loss_of, jax.checkpoint(plain))
 recomputed = functools.partial(in_groups, recomputed=jax.checkpoint)
 through_checkpoint = jax.checkpoint(layered)
-LAYERS: dict[str, Any] = {  # a layer, as the model has it, and as it is with parameters on the device
+LAYERS: dict[str, Any] = {  # a layer in the model, and the same layer with parameters on the device
     "no load": (jax.checkpoint(plain), jax.checkpoint(plain)),
     "no load, not checkpointed": (plain, plain),
     "a load": (lambda x, w: plain(x, to_load(w)), plain),
@@ -321,7 +321,7 @@ def of_layers(loss: Any, layers: Any, form: str, inner: Any = ADAMW) -> Any:
     return lambda tx: trained(tx, own, form), lambda tx: trained(tx, resident, "update"), inner
 
 
-STEPS: dict[str, Any] = {  # our step, the plain one, the optimizer, and what is said of a leaf
+STEPS: dict[str, Any] = {  # our step, the plain one, the optimizer, and what the table says of a leaf
     **{f"{name}, {form}": (*of_layers(loss_of, layers, form), BOTH)
        for name, layers in LAYERS.items() for form in ("update", "update_params")},
     **{f"unrolled: {name}, {form}": (*of_layers(unrolled, layers, form), WHERE_READ)
@@ -339,8 +339,8 @@ FIRST_OF_ITS_KIND = "unrolled: no load, update", "a checkpoint around the loss",
 
 @pytest.mark.parametrize("name", [pytest.param(k, marks=[DAILY] if k in FIRST_OF_ITS_KIND else []) for k in STEPS])
 def test_passes_load_what_they_read(name):
-    """Scans load the rows of the layers, and the one that makes the gradients stores them; no step loads them as a
-    whole, however often it goes through them. Unrolled layers are loaded where a pass reads them."""
+    """Scans load the layers by rows, and the scan that makes the gradients stores them. No step loads a whole stack,
+    however often it goes through the layers. Unrolled layers are loaded where a pass reads them."""
     ours, plain_step, inner, said = STEPS[name]
     mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Auto,))
     params, x = begun(NamedSharding(mesh, PartitionSpec()) if name in PASSES else ONE, said is not WHERE_READ)
@@ -546,7 +546,7 @@ def test_verify_names_the_parameter_and_the_fix():
 
 
 def test_gradients_that_a_load_of_the_step_itself_sends_to_the_host():
-    """The schedule tells them: the transpose of a load is a store. Nothing that moves is without a name."""
+    """The report names them, since the transpose of a load is a store; every transfer has a name."""
     require(H200)
     _, _, params, x = of_model("scanned", 512)
     params, tx = jo.to_host({"layers": params["layers"]}), jo.offload(optax.chain(CLIP, ADAMW))
@@ -559,11 +559,11 @@ def test_gradients_that_a_load_of_the_step_itself_sends_to_the_host():
     seen = jo.inspect(step, params, jo.abstract_state(tx, params), x, target=H200)
     moved, nbytes = {(t.leaf, t.loads): t.nbytes for t in seen.transfers}, 8 * 512**2 * 4
     assert {leaf.partition("[")[0] for leaf, _ in moved} == {"params", "state", "gradients"}, moved
-    assert moved["gradients", False] == nbytes and moved["gradients", True] == 2 * nbytes  # their norm, and the update
+    assert moved["gradients", False] == nbytes and moved["gradients", True] == 2 * nbytes  # for the norm and the update
 
 
 def test_a_state_that_is_loaded_as_a_whole_has_a_fix_of_its_own():
-    """A pipelined step updates the embedding ahead of the pass; ``to_host`` is for parameters, and so is its fix."""
+    """A pipelined step updates the embedding ahead of the pass; the fix by ``to_host`` is for parameters only."""
     require(H200)
     _, _, layers, x = of_model("scanned", 1024)
     table = jax.ShapeDtypeStruct((16384, 1024), "float32", sharding=x.sharding)
@@ -654,7 +654,7 @@ def test_an_average_of_the_parameters_streams_with_the_update(fraction):
 
 @pytest.mark.parametrize("where", ["host", "device"])
 def test_a_step_that_is_jitted_twice(where):
-    """``plan`` compiles the step of ``make`` so, if ``jo.jit`` has made it."""
+    """A step may call another step that ``jo.jit`` has made."""
 
     def loss(params, tokens):
         x, _ = jax.lax.scan(lambda x, w: (plain(x, w), None), params["embed"][tokens], params["layers"])

@@ -44,7 +44,7 @@ def scanned(plan: InScan, env: Mapping[Var, Any], names: Names) -> Values:
     consts, init, hand = [value(v) for v in scan.consts], [value(v) for v in scan.init], emitter.first(env)
     xs = {k: value(v) for k, v in enumerate(scan.xs) if k not in plan.reread and k not in plan.fed}
     if not plan.ahead:
-        # the first rows wait for the pass before: XLA would load them ahead of it, and hold them meanwhile
+        # the first rows wait for the previous pass, since XLA would otherwise load and hold them ahead of it
         rows, init = together(([*hand.loaded.values()], init))
         hand.loaded = dict(zip(hand.loaded, rows, strict=True))
         hand.new = hand.new | hand.loaded

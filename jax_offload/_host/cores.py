@@ -298,7 +298,7 @@ class Kernel:
     over: Mapping[int, int]
 
     def update(self, given: Sequence[Any]) -> list[jax.Array]:
-        """Return the results, made box by box of the operand that has the most, and divided as it is."""
+        """Return the results, made box by box and divided like the operand that has the most boxes."""
         results = self.slice.outputs
         shards = {i: replicas_of(given[i]) for i in self.arrays}
         like = max(shards, key=lambda i: len(shards[i]))
@@ -324,7 +324,7 @@ class Kernel:
         return [found[k] for k in range(len(results))]
 
     def _run(self, arrays: Sequence[Any], scalars: Sequence[Any]) -> None:
-        """Update arrays of one shape, each part in the next free thread."""
+        """Update arrays of one shape; each part runs in the next free thread."""
         flat = [np.ascontiguousarray(x).reshape(-1) for x in arrays]
         flat = [x.view(np.uint16) if x.dtype == BFLOAT16 else x for x in flat]
         numbers = [np.asarray(one_of(x))[()] for x in scalars]
@@ -422,7 +422,7 @@ class _NotElementwise(Exception):
 
 
 def kernel_of(s: Slice, over: Mapping[int, int]) -> Kernel:
-    """Generate the kernel of a slice, whose transfers do nothing on the cores. For ``over`` see ``Kernel``.
+    """Generate the kernel of a slice, whose transfers do nothing on the cores. For ``over``, see ``Kernel``.
 
     Raises:
       _NotElementwise: one of its equations is not elementwise.

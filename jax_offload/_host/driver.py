@@ -78,7 +78,7 @@ DEPTH, AT_ONCE = 2, 2**29
 
 
 def files_of(step: Program, args: Sequence[Any]) -> OnFiles:
-    """Take the reads and writes of leaves on disk out of a step, which is called with arguments like these.
+    """Take the reads and writes of leaves on disk out of a step that is called with arguments like ``args``.
 
     Raises:
       ValueError: the step does something other than update such a leaf, or computes with its token.
@@ -168,7 +168,7 @@ def _check_tokens(step: Program, tokens: Set[Var]) -> None:
             return [True]
         moves = eqn.primitive is READ or is_update(eqn)
         if not moves and inner_of(eqn):
-            return None  # its branches, or its body, say
+            return None  # the rule applies to the equations inside it
         if not moves and any(are_tokens):
             raise ValueError(_COMPUTES)
         return [False] * len(eqn.outvars)
@@ -194,7 +194,7 @@ class Moves:
         self.due = self._when_written(tasks)
 
     def wanted(self, number: int) -> list[Var]:
-        """Return what a task reads, and what the next tasks read that it leaves room for; at least the nearest."""
+        """Return the reads of this task, or else of the next that has any, and later reads that fit in ``AT_ONCE``."""
         groups = itertools.islice(filter(None, self.now[number:]), DEPTH + bool(self.now[number]))
         nearest, *following = [*groups] or [[]]
         return [*itertools.chain(nearest, *following[: beside(map(bytes_of, following))])]

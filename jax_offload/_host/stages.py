@@ -100,8 +100,8 @@ class OnFiles:
       given: the tokens that the step reads, each with its leaf.
       returned: position of a result of the step that is a token -> its leaf.
       reads: variable that is read -> its leaf, or its rows of a leaf.
-      writes: variable that is written -> the leaves, or rows of leaves, that it is the value of. A leaf that the step
-        hands on unchanged is not written.
+      writes: variable that is written -> the leaves, or rows of leaves, whose value it is. A leaf that the step hands
+        on unchanged is not written.
     """
 
     program: Program
@@ -120,7 +120,7 @@ class OnFiles:
         return {v: leaf.home.ends(leaf.name) for v, leaf in found.items()}
 
     def part(self, of: Var, shards: int, rows: Range) -> Var:
-        """Return a variable for some rows of each shard of a leaf: of its type, and read or written as they are."""
+        """Return a variable of a leaf's type for some rows of each shard; it is read or written if the leaf is."""
         found = Var(of.aval.update(shape=(shards * (rows[1] - rows[0]), *of.aval.shape[1:])))
         if of in self.reads:
             self.reads[found] = self.reads[of][0], rows
@@ -267,11 +267,11 @@ class Staged:
             run = _of_rows(group_looped(s, how, update.names, end - begin), len(s.inputs), before)
             yield _slice_by(run, operands, results)
         for v in s.outputs:
-            self.files.writes.pop(v, None)  # its parts are written
+            self.files.writes.pop(v, None)  # its parts are written instead
 
 
 def _whole(p: Planned, names: Names) -> Slice:
-    """Return a slice as it runs where its leaves come whole."""
+    """Return a slice that runs on whole leaves."""
 
     def run(*args: Any) -> list[Any]:
         env = dict(zip(p.slice.inputs, args, strict=True))
@@ -295,7 +295,7 @@ def _of_rows(run: Callable[..., list[Any]], n: int, before: Sequence[Var]) -> Ca
 
 
 def staged(files: OnFiles) -> Staged:
-    """Return the stages of a step; one that updates nothing is a single stage.
+    """Return the stages of a step; a step that updates nothing is a single stage.
 
     Raises:
       ValueError: an update that must be driven stands in a scan or the like.

@@ -24,7 +24,8 @@ _NAME = re.compile(r"%([\w.\-]+)")
 _METADATA = re.compile(r", metadata=\{([^}]*)\}")
 _SCOPE = re.compile(r'op_name="((?:[^"\\]|\\.)*)"')
 _TOKEN = re.compile(rf"\(|\)|{_ARRAY.pattern}")
-_CONTRACTED = re.compile(r'\blhs_contracting_dim(?:ension)?s(?:=\{|":\[)([\d,"]*)')  # in HLO, in a backend's config
+# HLO writes these dimensions in braces, and a backend's config writes them in brackets.
+_CONTRACTED = re.compile(r'\blhs_contracting_dim(?:ension)?s(?:=\{|":\[)([\d,"]*)')
 _RUN_BY = re.compile(r"\b(?:condition|body|to_apply|true_computation|false_computation)=%([\w.\-]+)")
 
 # Operations that touch no values. The operations inside loops and branches are counted one by one.
@@ -419,7 +420,7 @@ class Buffers:
     def find(self, op: Op, place: Place = ()) -> Key:
         key = op, place
         while (up := self._parent.get(key, key)) != key:
-            self._parent[key] = self._parent.get(up, up)  # halve the way
+            self._parent[key] = self._parent.get(up, up)  # halving the path keeps later searches short
             key = up
         return key
 

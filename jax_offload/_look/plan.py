@@ -142,7 +142,7 @@ def plan(
             )
         if target is not None:
             raise ValueError(
-                f"target: compiles a step, plan(make, tx, target={target!r}), and an optimizer alone is none. Give "
+                f"target: compiles a step, plan(make, tx, target={target!r}), and an optimizer alone is no step. Give "
                 f"chip={target!r} instead."
             )
         check_inner(tx, "tx")
@@ -393,7 +393,7 @@ class Steps:
         try:
             step, *args = self.make(tx, *self.args)
             step = step.step if isinstance(step, Pipelined) else step
-            step = getattr(step, "__wrapped__", step) if hasattr(step, "lower") else step  # each row jits it anew
+            step = getattr(step, "__wrapped__", step) if hasattr(step, "lower") else step  # each row jits it again
             signatures.signature(step).bind(*args)
         except (TypeError, ValueError) as error:
             kind = TypeError if isinstance(error, TypeError) else ValueError

@@ -312,7 +312,7 @@ def _of_step(step: Any, args: Any, kwargs: Any) -> Placement:
         trace, unknown = trace_of(call, args, kwargs)
     flat = jax.tree_util.tree_flatten_with_path((args, kwargs), is_leaf=is_on_disk)[0]
     rows = [_argument(_name(path, bound), x) for path, x in flat]
-    # the state of an nnx.Optimizer is no tuple of optax when it is split, but flax has a name for it
+    # the state of a split nnx.Optimizer is no tuple of optax, but its path holds flax's name for it
     states = [own or "opt_state" in row.path for row, own in zip(rows, of_states((args, kwargs)), strict=True)]
     table = _table(rows, jax.tree.leaves((args, kwargs)), states, trace, unknown, of_step=True)[0]
     return dataclasses.replace(table, leaves=(*table.leaves, *_beside([path for path, _ in flat], rows, states)))

@@ -250,7 +250,7 @@ def label(op: Op) -> str:
 
 
 def leaf_of(buffers: Buffers, op: Op, loads: bool) -> str:
-    """The leaf that a copy belongs to: the argument that it reads or writes, gradients, else the leaf in its name."""
+    """The leaf of a copy: the argument that it reads or writes, else gradients, else the leaf in its name."""
     made = [(op, place) for place, array in op.leaves.items() if array.host]
     for value, place in (values := [*([] if loads else made), *((x, ()) for x in op.operands)]):
         argument = buffers.argument(value, place)

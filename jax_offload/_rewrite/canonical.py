@@ -98,7 +98,7 @@ def dereferenced(program: Program, *, any_jit: bool = False) -> Program:
 
 
 def reading_leaves(program: Program) -> Program:
-    """Let updates read leaves in host memory, in place of whole ones that a pass has loaded and handed on.
+    """Let updates read leaves in host memory instead of the whole copies that a pass has loaded and handed on.
 
     A scan over the layers of an ``nnx`` module returns their parameters, unchanged, beside its own results.
     """
@@ -133,7 +133,7 @@ def reading_leaves(program: Program) -> Program:
 
 
 def _loading(update: Update, given: Sequence[Any]) -> Update:
-    """Return an update that loads those of its operands that are in host memory now."""
+    """Return an update that loads its operands that are now in host memory."""
     old = update.program
     on_device = [not is_host_aval(v.aval) for v in update.operands]
 

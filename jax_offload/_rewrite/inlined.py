@@ -536,16 +536,16 @@ def _with_loads(
 
 
 def _in_states(tree: Any) -> list[bool]:
-    """For each leaf, whether it belongs to the state of an optimizer."""
+    """Say for each leaf whether it belongs to the state of an optimizer."""
     return [is_state(x) for x in jax.tree.leaves(tree, is_leaf=is_state) for _ in jax.tree.leaves(x)]
 
 
 def _returned_to_host(closed: ClosedJaxpr, given: Sequence[bool], returned: Sequence[bool]) -> ClosedJaxpr:
     """Let a step return to host memory the next value of each argument that it loads.
 
-    Among the results of the argument's type that elementwise arithmetic makes of it, that is one made by an update, or
-    of an optimizer's state, if there is one; then the one of the fewest other arguments; then one that is computed; and
-    then the first: the new parameters rather than a gradient, an average or a copy of them, or the old ones.
+    The next value is a result of the argument's type that elementwise arithmetic makes of the argument. Of several, it
+    is one that an update makes or that depends on a state; then the one of the fewest other arguments; then a computed
+    one; and then the first: the new parameters rather than a gradient, an average or a copy of them, or the old ones.
 
     Args:
       closed: the step.

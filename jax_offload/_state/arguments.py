@@ -30,7 +30,7 @@ from jax_offload._state.placement import Leaf
 # ---- the one context variable of the package
 #
 # ``init`` and ``update`` have optax's arguments, and what stands between a caller and an ``offload``, a chain, a
-# ``cond`` or ``optax.MultiSteps``, hands on no others. So the facts of ``Around`` reach an ``offload`` from the side.
+# ``cond`` or ``optax.MultiSteps``, hands on no others. So the facts of ``Around`` are in a context variable.
 
 NESTED = (
     "inner: there is an offload(...) inside the optimizer that offload wraps. Wrap once: the whole chain, "
@@ -43,9 +43,9 @@ class Around:
     """Facts about a trace that its arguments do not show.
 
     Attributes:
-      shardings: the parameters' shardings by path; ``None``: only their types tell them. With Auto axes no type does,
-        and a constraint would be lost at the next branch, whose operands are new variables.
-      runs: whether the traced function is going to run, as far as an ``offload`` can know: a description does not warn.
+      shardings: the parameters' shardings by path; ``None``: only their types tell them. With Auto axes no type tells
+        them, and a constraint would be lost at the next branch, whose operands are new variables.
+      runs: whether the traced function is going to run, as far as an ``offload`` knows; a description must not warn.
       remembers: whether the parameters' shardings are remembered.
       within_offload: whether an ``offload`` traces its inner optimizer, which must not hold another one.
       gathered: the options of each ``offload`` whose divided updates a recipe around it gathers; ``None``: each gathers
@@ -74,7 +74,7 @@ def facts() -> Around:
 
 @contextlib.contextmanager
 def within(**changes: Any) -> Iterator[None]:
-    """A context with other facts."""
+    """Inside, these facts replace the current ones."""
     token = _AROUND.set(dataclasses.replace(_AROUND.get(), **changes))
     try:
         yield

@@ -61,7 +61,7 @@ def save_args(tree: Any, *, copy: bool = True) -> Any:
 
     Raises:
       ImportError: orbax is not installed.
-      ValueError: two leaves have one name, or the copies do not fit XLA's pool of pinned host memory on a GPU.
+      ValueError: two leaves have the same name, or the copies do not fit XLA's pool of pinned host memory on a GPU.
 
     Example:
       >>> import tempfile, jax, jax.numpy as jnp, optax, orbax.checkpoint as ocp, jax_offload as jo
@@ -255,7 +255,7 @@ def reading(read: Any, *args: Any, **kwargs: Any) -> Any:
 def named(tree: Any) -> dict[str, Any]:
     """Return the leaves of a tree by name; a named tuple and the dict that orbax makes of it have the same names.
 
-    Raise ``ValueError`` if two leaves have one name, here or in orbax, which joins keys by dots.
+    Raise ``ValueError`` if two leaves have the same name, here or in orbax, which joins keys by dots.
     """
     leaves, seen = leaves_with_paths(tree), dict[tuple[str, str], Any]()
     for path, _ in leaves:
@@ -263,7 +263,7 @@ def named(tree: Any) -> dict[str, Any]:
             name = keystr(path, simple=True, separator=separator)
             if (other := seen.setdefault((separator, name), path)) is not path:
                 both = f"leaves {keystr(other)} and {keystr(path)}"
-                raise ValueError(f"tree: {both} have one name in a checkpoint, {name!r}. Fix: rename a key.")
+                raise ValueError(f"tree: {both} have the same name in a checkpoint, {name!r}. Fix: rename a key.")
     return {keystr(path, simple=True, separator="/"): x for path, x in leaves}
 
 
@@ -381,8 +381,8 @@ def _works(ocp: Any) -> bool:
 def checksums(leaves: Sequence[Any]) -> list[int]:
     """Compute the checksum of each leaf, an array or a number, in 64 bits.
 
-    Shards on a device are copied to the host, at most eight at a time, each of another leaf. With several processes it
-    is a collective: all must call it with the same leaves.
+    Shards on a device are copied to the host, at most eight at a time, each from a different leaf. With several
+    processes it is a collective: all must call it with the same leaves.
     """
     leaves = [jax.random.key_data(x) if is_key(x) else x if hasattr(x, "dtype") else np.asarray(x) for x in leaves]
     with ThreadPoolExecutor(_THREADS) as pool:
@@ -401,7 +401,7 @@ def is_key(x: Any) -> bool:
 
 
 def _sum_here(x: Any) -> int:
-    """Sum the shards of a leaf that this process sums, the first replica of each."""
+    """Sum the shards of a leaf that have their first replica in this process."""
     if not isinstance(x, jax.Array):
         return _sum_of_shard(x, (0,) * x.ndim) if jax.process_index() == 0 else 0
     total = 0
@@ -415,7 +415,7 @@ def _sum_here(x: Any) -> int:
 
 
 def _sum_of_shard(shard: Any, start: tuple[int, ...]) -> int:
-    values, start = np.ascontiguousarray(shard), start or (0,)  # an array has an axis at least
+    values, start = np.ascontiguousarray(shard), start or (0,)  # a scalar becomes an array with one axis
     words = values.view(f"uint{8 * min(4, values.dtype.itemsize)}")
     if (count := values.dtype.itemsize // 4) > 1:
         words, start = words.reshape(*values.shape, count), (*start, 0)

@@ -238,7 +238,7 @@ def _share(x: Any) -> float | None:
     return float(x) if is_number and 0 <= x <= 1 else None
 
 
-# For each option that has a value for each parameter: the meaning of a value, ``None`` if it has none, and what to say.
+# For each option with values for parameters: a value's meaning, ``None`` if it has none, and the text of an error.
 _MEANINGS: dict[str, tuple[Callable[[Any], Any], str]] = {
     "fraction": (
         _share,
@@ -263,9 +263,9 @@ class Choice:
     """An option that has a value for each parameter.
 
     Attributes:
-      given: the option as it was given.
-      rules: regular expressions: the first that is found in a parameter's path gives its value, none gives 0; ``None``
-        if the option is not given by rules.
+      given: the option as the caller wrote it.
+      rules: regular expressions: the first that is found in a parameter's path gives its value, which is 0 if none is
+        found; ``None`` if the option is not given by rules.
       values: the values of the rules, or a prefix of the parameters' tree with values; or a function.
     """
 
@@ -301,11 +301,11 @@ class Choice:
 
     @property
     def is_function(self) -> bool:
-        """Whether it is a function of a path and a leaf. A prefix may be a model, which is callable too."""
+        """Whether it is a ``select`` function of a path and a leaf; another option's prefix may be a callable model."""
         return self.name == "select" and callable(self.values)
 
     def of(self, params: Any, names: Sequence[str]) -> Callable[[int | None], Governing]:
-        """Return a function of a parameter's number, or of ``None`` for a leaf without one.
+        """Return the option as a function of a parameter's number, which is ``None`` for a leaf without a parameter.
 
         Args:
           params: the parameters.
@@ -332,7 +332,7 @@ class Choice:
 
 
 class Policy:
-    """The placement options of ``offload``, checked: see there.
+    """The checked placement options of ``offload``, which documents them.
 
     Raises:
       ValueError: an option is out of range, or two do not go together.

@@ -128,7 +128,7 @@ def partitions(plan: Sequence[Leaf], params: Any, shardings: Shardings, remember
 
 
 def divided(plan: Sequence[Leaf], params: Any) -> dict[int | None, tuple[str, Any, Leaf]]:
-    """Return the path and the value of each parameter, by its number, of which ZeRO-1 divides a leaf; and the leaf."""
+    """Return by number each parameter whose state has a leaf that ZeRO-1 divides: its path, its value and the leaf."""
     flat = [(key_of(path), x) for path, x in leaves_with_paths(params)]
     return {leaf.owner: (*flat[leaf.owner], leaf) for leaf in plan if leaf.shard_over and leaf.owner is not None}
 
@@ -146,7 +146,7 @@ def check_typed(sharded: Layouts, error: Exception) -> None:
 def resharded(tree: Any, shardings: Mapping[str, Sharding], like: Any = None) -> Any:
     """Constrain the leaves of a tree like the parameters to the shardings that are given for their paths.
 
-    Gradients of single examples, which have one axis more than ``like``, the parameters, stay as they are.
+    Gradients of single examples stay unchanged, since they have one axis more than ``like``, the parameters.
     """
     if not shardings:
         return tree
@@ -311,7 +311,7 @@ def to_device(state: Any) -> Any:
 
 
 def state_where_kept(tx: Any, state: Any, params: Any = None, *, plain: bool = False) -> Any:
-    """Move every leaf of ``state`` to where ``tx`` keeps it. Encode the leaves of a ``plain`` state before."""
+    """Move every leaf of ``state`` to where ``tx`` keeps it; encode the leaves of a ``plain`` state first."""
     params = params_like(tx, state) if params is None else params
     # Tracers do not tell shardings: under jit the next update divides the leaves.
     traced = any(isinstance(x, Tracer) for x in jax.tree.leaves((state, params)))

@@ -217,7 +217,7 @@ def _power_for(largest: jax.Array, dtype: str) -> jax.Array:
     Rounding up then neither overflows nor changes the scale.
     """
     last = math.frexp(float(jnp.finfo(dtype).max))[1] - 1
-    least = ((lax.bitcast_convert_type(largest, jnp.int32) - 1) >> 23) - 126  # the least power of two not below it
+    least = ((lax.bitcast_convert_type(largest, jnp.int32) - 1) >> 23) - 126  # the least with 2**least >= largest
     power = _clamped(least - last, 126)
     return lax.bitcast_convert_type((power + 127) << 23, jnp.float32)
 
@@ -367,8 +367,8 @@ class StoredState(NamedTuple):
 
     Attributes:
       rounds: the number of updates, an int32 scalar, which seeds stochastic rounding.
-      inner_state: the state of the wrapped transformation, with some leaves ``Encoded``: with the fields ``values``
-        and ``values_scale``.
+      inner_state: the state of the wrapped transformation, in which some leaves are ``Encoded``, with the fields
+        ``values`` and ``values_scale``.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax, jax_offload as jo
@@ -494,7 +494,7 @@ def decoded(x: Encoded) -> jax.Array:
 
 
 def stored_like(wanted: Any, x: Any) -> Any:
-    """Encode a node or a leaf of a plain state as ``wanted`` is, each leaf in its place; the rounds begin anew."""
+    """Encode a node or a leaf of a plain state like ``wanted``, each leaf in its place; ``rounds`` starts at 0."""
     if is_stored(wanted):
         inner = jax.tree.map(stored_like, wanted.inner_state, x, is_leaf=is_encoded)
         return StoredState(np.zeros((), np.int32), inner)

@@ -260,7 +260,7 @@ class Step:
         named = {name: x for name, x in kwargs.items() if _is_static(x)}
         static = frozenset((*numbers, *named))
         given = _without(static, args, kwargs)
-        step = functools.partial(fun, **named)  # jax.make_jaxpr would call an attribute of the function named trace
+        step = functools.partial(fun, **named)  # jax.make_jaxpr would call the function's own attribute named trace
         closed, result = traced_step(step, *args, static=numbers, named=given[1])
         on_disk = any(map(is_on_disk, jax.tree.leaves(given, is_leaf=is_on_disk)))  # no program can take it
         if self._driven and (on_disk or is_driven(closed)):
@@ -415,7 +415,7 @@ class Jitted:
 
 @contextlib.contextmanager
 def _naming(step: Callable[..., Any], places: Any, args: Sequence[Any]) -> Iterator[None]:
-    """Name the argument that is in another memory than ``in_shardings`` say: jax tells its type, and not its name."""
+    """Name the argument that is in another memory than ``in_shardings`` say, since jax's error gives only its type."""
     try:
         yield
     except ValueError as error:

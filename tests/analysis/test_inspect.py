@@ -79,7 +79,7 @@ def test_what_a_cpu_cannot_tell():
     "inner", [lambda: optax.apply_every(2), lambda: optax.add_decayed_weights(lambda count: count)]
 )
 def test_a_state_that_optax_names_otherwise(inner):
-    """Its class does not end in State."""
+    """The name of its class does not end in State."""
     params = {"w": jnp.ones((64, 64))}
     state = inner().init(params)
     report = jo.inspect(jax.jit(lambda p, s: inner().update(p, s, p)), params, state)
@@ -302,9 +302,9 @@ def on_four(*spec):
 
 @pytest.mark.parametrize("name", DIVIDED)
 def test_bytes_are_those_of_one_device(name):
-    """Six layers of 4 MiB: 24 of parameters, 48 of state; a quarter of the state, and under FSDP of all, on each.
+    """Each device holds a quarter of the state, and under FSDP a quarter of the parameters too.
 
-    Of stacked layers: tests/aot/compiled.py.
+    tests/aot/compiled.py does the same for stacked layers.
     """
     require(H200)
     spec, over = DIVIDED[name]
@@ -318,6 +318,6 @@ def test_bytes_are_those_of_one_device(name):
     assert report.parts["parameters"] == (6 if name == "FSDP" else 24) * MIB
     assert report.loaded == report.stored == 12 * MIB
     assert report.timeline.collectives > 0
-    assert report.timeline.link == pytest.approx((report.loaded + report.stored) / 64e9)  # the host's memory, shared
-    # updated between the passes, a layer's moments while the next one's come
+    assert report.timeline.link == pytest.approx((report.loaded + report.stored) / 64e9)  # they share the host's memory
+    # between the passes a layer's moments are updated while the next layer's moments load
     assert 0 < report.timeline.window <= 4 * MIB

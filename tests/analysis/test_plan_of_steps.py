@@ -42,7 +42,7 @@ def test_without_a_target_only_what_is_exact():
 
 
 def test_a_target_whose_compiler_is_not_installed(monkeypatch):
-    """It is an error, as in ``inspect``, and no table without peaks."""
+    """It is an error, as in ``inspect``, rather than a table without peaks."""
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ValueError, match=r"target: jax-cuda13-plugin, which compiles for h200, is not installed"):
         jo.plan(maker(), ADAMW, target=H200)
@@ -94,7 +94,7 @@ def test_a_parameter_that_the_step_does_not_read():
 
 
 def test_a_step_that_is_wrapped_already():
-    """Each row wraps the function itself, in place of what ``jo.jit`` or ``jo.pipelined`` has made of it."""
+    """Each row wraps the function itself instead of the result of ``jo.jit`` or ``jo.pipelined``."""
     require(H200)
 
     def wrapped(by):

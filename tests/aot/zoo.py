@@ -1,7 +1,7 @@
 """Models as people unroll them, for peaks: leaves of many sizes, biases and norms. Abstract, nothing is allocated.
 
-Each returns the shapes of its parameters, the shape and dtype of a batch of so many tokens, and the loss of both. The
-inputs of matmuls are kept for the backward pass unless they are checkpointed.
+Each returns the shapes of its parameters, a function that gives the shape and dtype of a batch of so many tokens, and
+the loss. The inputs of matmuls are kept for the backward pass unless they are checkpointed.
 """
 
 from __future__ import annotations

@@ -125,7 +125,7 @@ def in_groups(w, x, remat=jax.checkpoint, scale=None):
 
 
 def beside_others(w, x):
-    """A scan that reads each layer, and another one of the whole stack, which must not be overwritten in it."""
+    """A scan that reads each layer, and another layer from the whole stack, which it must not overwrite."""
     body = jax.checkpoint(lambda x, wk: (layer(x, wk[0]) @ jax.lax.stop_gradient(w)[(wk[1] + 1) % LAYERS], None))
     return jax.lax.scan(body, x, (w, jnp.arange(LAYERS)))[0]
 

@@ -1147,7 +1147,7 @@ def unequal(got: Any, want: Any) -> Iterator[str]:
             yield f"{jax.tree_util.keystr(path)}: {x} instead of {y}"
 
 
-# In bfloat16 a step of this size multiplies a rounding of 2**-7 by ten, as it multiplies those of float32 and float64.
+# In bfloat16 a step of this size multiplies a rounding error of 2**-7 by ten, as it does errors of wider dtypes.
 TOLERANCE = {"float64": 1e-7, "float32": 2e-3, "bfloat16": 1e-1}
 
 
@@ -1167,7 +1167,7 @@ def compared(r: Recipe, got: Record, want: Record) -> list[str]:
                 found.append(f"call {k}: {name}: {len(a)} leaves instead of {len(b)}")
                 continue
             for (path, x), (_, y) in zip(a, b, strict=True):
-                # An average of differences of parameters, as schedule_free makes them, has the parameters' roundings.
+                # An average of differences of parameters, as in schedule_free, has the parameters' rounding errors.
                 where = jax.tree_util.keystr(path)
                 rounding = float(jnp.finfo(y.dtype).eps) * norms[y.shape] if ".ema" in where and is_float(y) else 0.0
                 if (what := difference(x, y, tolerance, rounding)) is not None:
@@ -1190,7 +1190,7 @@ def compared(r: Recipe, got: Record, want: Record) -> list[str]:
 
 
 def largest_norms(tree: Any) -> dict[tuple[int, ...], float]:
-    """For each shape the largest norm of an array of floats."""
+    """Return for each shape the largest norm of an array of floats."""
     found: dict[tuple[int, ...], float] = {}
     for x in filter(is_float, jax.tree.leaves(tree)):
         found[x.shape] = max(found.get(x.shape, 0.0), float(np.linalg.norm(np.nan_to_num(np.asarray(x, np.float64)))))
@@ -1198,10 +1198,10 @@ def largest_norms(tree: Any) -> dict[tuple[int, ...], float]:
 
 
 def difference(x: Any, y: Any, tolerance: float, rounding: float = 0.0) -> str | None:
-    """How two arrays differ: by more than ``tolerance``, relative to the second, and by more than ``rounding``."""
+    """Say how two arrays differ, if by more than ``tolerance`` times the norm of the second plus ``rounding``."""
     if x.shape != y.shape:
         return f"shape {x.shape} instead of {y.shape}"
-    # A moment's codes: where its last bit differs, the next code may be the nearest. Only zero lies between -1 and 1.
+    # Where the last bit of a moment differs, its code may be the next one; only zero lies between the codes -1 and 1.
     apart = np.abs(x.astype(int) - y) if x.dtype == y.dtype == np.int8 else None
     if apart is not None and np.all((apart <= 1) | ((apart == 2) & (x == -y))):
         return None
@@ -1231,8 +1231,8 @@ REFUSED: list[tuple[str, Callable[[Recipe, str], bool], str]] = [
     ("disk", lambda r, m: "moments" in r["metrics"], "outside its update"),
     ("disk", lambda r, m: r["skip"] == "select" or bool(r["again"]), "outside its one update"),
     ("disk", lambda r, m: r["gradients"] == "cast", "where a leaf keeps its type"),
-    # A state that an optimizer gives another type in its first update: of 16 bits, the momentum of integers, or one
-    # that keeps gradients of another type.
+    # An optimizer may change the type of a state in its first update: a state of 16 bits, the momentum of integers, or
+    # a state that keeps gradients of another type.
     (
         "pipelined",
         lambda r, m: r["further leaf"] in ("half", "integers") or "bfloat16" in r["dtype"] or r["gradients"] == "cast",

@@ -214,7 +214,7 @@ def assert_placed(tx, params, *got):
 
 
 def cores(folder, how):
-    """Each process updates its own part on its share of the cores: each step is the plain one."""
+    """Each process updates its own part on its share of the cores, and each step equals the plain one."""
     params, over = model(how, 256), HOW[how][1]
     tx = jo.offload(INNER, min_bytes=0, shard_over=over, update_on="host")
     step, plain, state = step_of(tx, params), jax.jit(by_update(INNER)), tx.init(params)
