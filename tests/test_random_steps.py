@@ -80,6 +80,7 @@ def test_a_difference_is_noticed(mode):
         ({"unused leaf": True, "outside": "masked"}, "pipelined, parameters on the host"),  # no update makes the leaf
         ({"stack": "indexed", "skip": "skip", "second": "gan", "optimizer": "rprop"}, "jo.jit"),  # its rewriting failed
         ({"skip": "select", "outside": "apply_if_finite"}, "disk"),  # refused before a file is written
+        ({"skip": "select", "mesh": "explicit ZeRO-1", "again": "same gradients"}, "cores"),  # types tell divisions
         ({"dtype": "float32", "inside": "mechanize", "storage": "float8_e5m2"}, "pipelined, parameters on the host"),
         ({"mesh": "explicit ZeRO-1", "optimizer": "sm3", "inside": "conditionally"}, "jax.jit"),  # refused by name
         ({"target": "average", "results": "namedtuple"}, "pipelined"),  # names tell what is alike

@@ -57,9 +57,11 @@ from jax_offload._program.memory import (
     HOST_KIND,
     ambient_sharding,
     copy_on_host,
+    is_explicit,
     is_host_aval,
     on_host,
     to_host,
+    typed_sharding,
     with_kind,
 )
 from jax_offload._program.primitives import guarded
@@ -354,6 +356,9 @@ class Driven:
 
     def _place_of(self, v: Var) -> Sharding | None:
         """Return a value's sharding, if it is known: the sharding of the value whose next value, or part, it is."""
+        typed, mesh = typed_sharding(v.aval), getattr(self._everywhere, "mesh", None)
+        if v not in self._places and mesh is not None and typed is not None and is_explicit(typed.mesh):
+            return NamedSharding(mesh, typed.spec)  # with Explicit axes, what reads the value expects its type
         seen = set[Var]()
         while v not in self._places and v in self._like and v not in seen:
             seen.add(v)  # leaves may take each other's places
