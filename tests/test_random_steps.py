@@ -76,6 +76,10 @@ def test_a_difference_is_noticed(mode):
             {"unused leaf": True, "metrics": ("old",), "outside": "partition"},
             "jo.jit, parameters on the host",
         ),
+        (  # and that depends on a number too
+            {"unused leaf": True, "metrics": ("old",), "outside": "masked", "lr": "weak"},
+            "jo.jit, parameters on the host",
+        ),
         ({"second": "alternating", "optimizer": "lookahead-like"}, "jo.jit, parameters on the host"),  # a dict
         ({"unused leaf": True, "outside": "masked"}, "pipelined, parameters on the host"),  # no update makes the leaf
         ({"stack": "indexed", "skip": "skip", "second": "gan", "optimizer": "rprop"}, "jo.jit"),  # its rewriting failed

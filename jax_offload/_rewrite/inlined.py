@@ -544,8 +544,9 @@ def _returned_to_host(closed: ClosedJaxpr, given: Sequence[bool], returned: Sequ
     """Let a step return to host memory the next value of each argument that it loads.
 
     The next value is a result of the argument's type that elementwise arithmetic makes of the argument. Of several, it
-    is one that an update makes or that depends on a state; then the one of the fewest other arguments; then a computed
-    one; and then the first: the new parameters rather than a gradient, an average or a copy of them, or the old ones.
+    is one that an update makes or that depends on a state; then the one of the fewest other arguments of its type; then
+    a computed one; and then the first: the new parameters rather than a gradient, an average or a copy of them, or the
+    old ones.
 
     Args:
       closed: the step.
@@ -561,9 +562,13 @@ def _returned_to_host(closed: ClosedJaxpr, given: Sequence[bool], returned: Sequ
     made = {v: k for k, eqn in enumerate(program.eqns) for v in eqn.outvars}
     new, outputs = Builder([*program.eqns]), dict[Atom, Atom]()
     left = dict.fromkeys(x for x in loads.values() if x in bits)
+    alike: dict[tuple[Any, ...], Mask] = {}
+    for x, bit in bits.items():
+        alike[_type(x)] = alike.get(_type(x), 0) | bit
 
     def order(v: Var) -> tuple[Any, ...]:
-        return not masks[v] & updated, masks[v].bit_count(), loads.get(v) in bits, made.get(v, -1)
+        others = masks[v] & alike.get(_type(v), 0)
+        return not masks[v] & updated, others.bit_count(), loads.get(v) in bits, made.get(v, -1)
 
     for v in sorted(masks, key=order):
         if (same := loads.get(v)) in bits:
