@@ -279,5 +279,5 @@ def test_a_state_in_the_place_of_the_parameters(look, storage):
 
 @pytest.mark.parametrize("asks", [jo.abstract_state, jo.placement, jo.plan])
 def test_a_question_about_places_inside_a_trace_names_the_fix(asks):
-    with pytest.raises(ValueError, match=r"params: they are traced here.* Fix: call this function outside of jax\.jit"):
+    with pytest.raises(ValueError, match=r"params: these are tracers.* Fix: call this function outside jax\.jit"):
         jax.jit(lambda params: asks(jo.offload(optax.adam(1e-3)), params) and params)({"w": jnp.ones((8, 8))})

@@ -210,6 +210,19 @@ class NnxLayers(nnx.Module):
         return self.head(run(x, self.up))
 
 
+def split_step(model, tx):
+    """A step of a model with its ``nnx.Optimizer`` as arrays, and these arrays."""
+    graph, arrays = nnx.split((model, nnx.jit(lambda model: nnx.Optimizer(model, tx, wrt=nnx.Param))(model)))
+
+    def step(arrays, x):
+        model, optimizer = both = nnx.merge(graph, arrays)
+        value, grads = nnx.value_and_grad(lambda model: (model(x) ** 2).mean())(model)
+        optimizer.update(model, grads)
+        return nnx.state(both), value
+
+    return step, arrays
+
+
 def step_of(kind, tx, moved):
     """A step, and what it carries: parameters and state, or an ``nnx.Model`` with its ``nnx.Optimizer``."""
     model = LinenLayers(kind == "linen that loads" and moved) if "linen" in kind else NnxLayers(nnx.Rngs(0))
@@ -218,16 +231,7 @@ def step_of(kind, tx, moved):
     params = jo.to_host(params, select="up") if moved else params
     if kind == "nnx.Optimizer":
         nnx.update(model, params)
-        optimizer = nnx.jit(lambda model: nnx.Optimizer(model, tx, wrt=nnx.Param))(model)
-        graph, arrays = nnx.split((model, optimizer))
-
-        def step(arrays, x):
-            model, optimizer = both = nnx.merge(graph, arrays)
-            value, grads = nnx.value_and_grad(lambda model: (model(x) ** 2).mean())(model)
-            optimizer.update(model, grads)
-            return nnx.state(both), value
-
-        return step, arrays
+        return split_step(model, tx)
     graph = nnx.graphdef(model) if kind == "nnx" else None
 
     def loss(params, x):
@@ -277,15 +281,7 @@ def test_an_nnx_optimizer_of_recomputed_layers_in_host_memory(entry):
         model = Model()
         params = jax.device_put(nnx.state(model), jax.devices()[0])
         nnx.update(model, jo.to_host(params, select="up") if moved else params)
-        graph, arrays = nnx.split((model, nnx.jit(lambda model: nnx.Optimizer(model, tx, wrt=nnx.Param))(model)))
-
-        def step(arrays, x):
-            model, optimizer = both = nnx.merge(graph, arrays)
-            value, grads = nnx.value_and_grad(lambda model: (model(x) ** 2).mean())(model)
-            optimizer.update(model, grads)
-            return nnx.state(both), value
-
-        return step, arrays
+        return split_step(model, tx)
 
     clipped = optax.chain(optax.clip_by_global_norm(0.01), optax.adamw(1e-2))
     (plain, want), (step, got) = step_of(clipped, False), step_of(jo.offload(clipped), True)

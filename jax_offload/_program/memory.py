@@ -132,9 +132,8 @@ def ambient_sharding() -> Sharding:
     """
     if private.traces():
         raise ValueError(
-            "params: they are traced here, and tracers have no placement. Fix: call this function outside of jax.jit "
-            "and jax's transformations, with the parameters or jax.ShapeDtypeStructs; inside, "
-            "tx.init(params) makes a state."
+            "params: these are tracers, which have no placement. Fix: call this function outside jax.jit and jax's "
+            "transformations, with the parameters or jax.ShapeDtypeStructs; inside, tx.init(params) makes a state."
         )
     mesh = jax.sharding.get_mesh()
     if not mesh.empty:
