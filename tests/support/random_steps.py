@@ -1230,7 +1230,7 @@ REFUSED: list[tuple[str, Callable[[Recipe, str], bool], str]] = [
     ("", lambda r, m: r["mesh"] == "explicit ZeRO-1", "shard_over: on a mesh with Explicit axes"),
     ("disk", lambda r, m: "moments" in r["metrics"], "outside its update"),
     ("disk", lambda r, m: r["skip"] == "select" or bool(r["again"]), "outside its one update"),
-    ("disk", lambda r, m: r["gradients"] == "cast", "where a leaf keeps its type"),
+    ("disk", lambda r, m: r["gradients"] == "cast" or r["further leaf"] == "half", "where a leaf keeps its type"),
     # An optimizer may change the type of a state in its first update: a state of 16 bits, the momentum of integers, or
     # a state that keeps gradients of another type.
     (
@@ -1240,6 +1240,7 @@ REFUSED: list[tuple[str, Callable[[Recipe, str], bool], str]] = [
     ),
     ("", lambda r, m: r["select"] is not None, "selects none of the"),
     ("", lambda r, m: bool(r["order"]), "order: no parameter's path matches"),
+    ("hybrid", lambda r, m: "partition" in (r["inside"], r["outside"]), "update_on: no parameter's path matches"),
     ("", lambda r, m: r["select"] == "w" and "masked" in (r["inside"], r["outside"]), "select: no parameter's path"),
     ("pipelined, host", lambda r, m: True, "none that the update reads is a float array of 64 KiB"),
     ("pipelined, host", lambda r, m: in_a_branch(r), "Use gradients='device'"),
