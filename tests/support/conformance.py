@@ -29,8 +29,15 @@ from optax._src import base
 import jax_offload
 
 METHOD = os.environ["CONFORMANCE_COLUMN"]
-SELECT = os.environ["CONFORMANCE_SELECT"].splitlines()  # regular expressions: labels in which each is found run
-ONLY = os.environ["CONFORMANCE_ONLY"]  # a file with the ids to run, one a line; all where it is empty
+SELECT = os.environ["CONFORMANCE_SELECT"]  # a regular expression: tests in whose label it is found run
+# The tests that fail offloaded and pass plain, and why. A key is a regular expression: each test in whose label it is
+# found may fail, with its subtests.
+SCHEDULE_FREE = "schedule_free_eval_params(state, params) computes with the state's z, outside update"
+NAMED = {
+    r"ContribTest::test_optimizers\(opt_name='schedule_free": SCHEDULE_FREE,
+    r"ContribTest::test_optimizers\(.*wrapper_name='schedule_free'": SCHEDULE_FREE,
+    r"MonitoringTest::test_monitor$": "optax.monitor wraps an optimizer that the suite has wrapped: two offloads",
+}
 
 _depth = 0  # above 0 while optax itself is running: what it makes then is part of something larger
 _counts: collections.Counter[str] = collections.Counter()
@@ -173,12 +180,11 @@ def label(item: pytest.Item) -> str:
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    with open(ONLY) as lines:
-        only = set(lines.read().splitlines())
-    for item in list(items):
-        item.user_properties += [("id", item.nodeid), ("label", label(item))]
-        if (only and item.nodeid not in only) or not all(re.search(p, label(item)) for p in SELECT):
-            items.remove(item)
+    items[:] = [item for item in items if re.search(SELECT, label(item))]
+    for item in items if METHOD != "plain" else []:
+        for pattern, reason in NAMED.items():
+            if re.search(pattern, label(item)):
+                item.add_marker(pytest.mark.xfail(reason=reason))
 
 
 def pytest_runtest_setup() -> None:
@@ -187,3 +193,9 @@ def pytest_runtest_setup() -> None:
 
 def pytest_runtest_teardown(item: pytest.Item) -> None:
     item.user_properties.append(("updates with host state", _counts["updates with host state"]))
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    ended = [r for rs in terminalreporter.stats.values() for r in rs if getattr(r, "when", "") == "teardown"]
+    on_host = sum(dict(r.user_properties)["updates with host state"] > 0 for r in ended)
+    terminalreporter.write_line(f"{on_host} of {len(ended)} tests updated a state in host memory")
