@@ -15,7 +15,6 @@ import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 import jax_offload as jo
-from tests.support import processes
 from tests.test_checkpoint import files
 
 P = PartitionSpec
@@ -221,14 +220,3 @@ def test_without_checksums_only_where_there_never_were_any(run):
             assert_falls_back(run, run[2])
     finally:
         path.write_bytes(data)
-
-
-# Several processes
-
-
-@pytest.mark.long("starts processes")
-def test_processes_sum_up_what_each_of_them_holds(tmp_path):
-    """Two processes of two devices: their checksums are those of whole arrays, and both notice damage."""
-    arguments = lambda i, port: ([tmp_path / "run", port, 2, i], {})  # noqa: E731
-    said = processes.ended(tmp_path, processes.start(tmp_path, 2, "checksums", arguments))
-    assert all("noticed" in text for text in said), said

@@ -2,12 +2,13 @@
 
 import itertools
 import signal
-from importlib.util import find_spec
 
 import pytest
 
 from tests.support import processes
 from tests.support.processes import ended
+
+pytestmark = pytest.mark.long("starts processes")
 
 
 def start(folder, what, *args, many=2):
@@ -21,11 +22,18 @@ def found(said, word):
     return [[int(line.split()[1]) for line in text.splitlines() if line.startswith(f"{word} ")] for text in said]
 
 
-@pytest.mark.long("starts processes")
-@pytest.mark.parametrize("how", ["zero", "all"])
-def test_as_in_host_memory(tmp_path, how):
-    """Trained, committed and resumed, there bit for bit."""
-    ended(tmp_path, start(tmp_path, "values", how))
+WHAT = [
+    *("values zero", "values all", "committing", "damaged", "pipelined device", "pipelined host"),
+    *("cores fsdp", "cores zero", "whole_leaves"),
+]
+
+
+@pytest.mark.parametrize("what", WHAT)
+def test_two_processes(tmp_path, what):
+    """Functions of tests/support/steps_of_processes.py, which say what they check."""
+    if what.startswith("cores"):
+        pytest.importorskip("numba")
+    ended(tmp_path, start(tmp_path, *what.split()))
 
 
 KILLS = [  # the file, its number, the process; where all open then
@@ -38,7 +46,6 @@ KILLS = [  # the file, its number, the process; where all open then
 ]
 
 
-@pytest.mark.long("starts a dozen pairs of processes")
 def test_killed(tmp_path):
     """One process, before it prepares or swaps a commit, or before a call of the system's: all goes on bit for bit."""
     (folder := tmp_path / "undisturbed").mkdir()
@@ -56,40 +63,14 @@ def test_killed(tmp_path):
         assert found(again, "digest") == found(want, "digest")
 
 
-@pytest.mark.long("starts processes")
-def test_a_commit_that_fails_in_one(tmp_path):
-    """An error in one process is an error in both, and it names directories that belong to different runs."""
-    ended(tmp_path, start(tmp_path, "committing"))
-
-
-@pytest.mark.long("starts processes")
 def test_a_disk_that_fails_in_one(tmp_path):
     """Both stop in the same step, say why, and go on from the last commit."""
     said = ended(tmp_path, start(tmp_path, "failing"))
     assert found(said, "stopped")[0] == found(said, "stopped")[1] and len(found(said, "stopped")[0]) == 2
 
 
-@pytest.mark.long("as with one process, and orbax")
 def test_into_another_division_through_a_checkpoint(tmp_path):
     """Onto another disk of the two processes, into memory, and onto a disk of one process; which cannot open theirs."""
     ended(tmp_path, start(tmp_path, "into_a_checkpoint"))
     ended(tmp_path, start(tmp_path, "from_a_checkpoint", many=1))
     ended(tmp_path, start(tmp_path, "of_another_number", many=1))
-
-
-@pytest.mark.long("starts processes")
-@pytest.mark.parametrize("gradients", ["device", "host"])
-def test_pipelined(tmp_path, gradients):
-    ended(tmp_path, start(tmp_path, "pipelined", gradients))
-
-
-@pytest.mark.long("starts processes")
-@pytest.mark.skipif(find_spec("numba") is None, reason="numba is not installed (extra cores)")
-@pytest.mark.parametrize("how", ["fsdp", "zero"])
-def test_each_process_updates_its_own_part_on_its_cores(tmp_path, how):
-    ended(tmp_path, start(tmp_path, "cores", how))
-
-
-@pytest.mark.long("starts processes")
-def test_an_update_that_needs_whole_leaves_is_an_error(tmp_path):
-    ended(tmp_path, start(tmp_path, "whole_leaves"))

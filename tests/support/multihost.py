@@ -4,7 +4,6 @@ python -m tests.support.multihost REPORT.json [arguments of the example]
 """
 
 import json
-import math
 import sys
 from pathlib import Path
 
@@ -14,24 +13,14 @@ import multihost_lm
 import jax_offload as jo
 
 
-def axes(x):
-    """For every axis the mesh axes that divide it; a spec may stop early, and name one with or without a tuple."""
-    spec = [*x.sharding.spec, *[None] * (x.ndim - len(x.sharding.spec))]
-    return [[] if names is None else [names] if isinstance(names, str) else list(names) for names in spec]
-
-
 def describe(tree):
-    """For every leaf where it is, and how many bytes of it this process holds."""
+    """For every leaf its memory, the mesh axes that divide each of its axes, its bytes, and those on each device."""
     rows = {}
     for path, x in jax.tree_util.tree_flatten_with_path(tree)[0]:
-        rows[jax.tree_util.keystr(path)] = {
-            "shape": x.shape,
-            "spec": axes(x),
-            "shard": x.sharding.shard_shape(x.shape),
-            "kind": x.sharding.memory_kind,
-            "bytes": x.nbytes,
-            "held": sum(math.prod(s.data.shape) * x.dtype.itemsize for s in x.addressable_shards),
-        }
+        spec = [*x.sharding.spec, *[None] * (x.ndim - len(x.sharding.spec))]  # a spec may stop early,
+        axes = [[names] if isinstance(names, str) else list(names or ()) for names in spec]  # and name one by itself
+        (held,) = {shard.data.nbytes for shard in x.addressable_shards}
+        rows[jax.tree_util.keystr(path)] = [x.sharding.memory_kind, axes, x.nbytes, held]
     return rows
 
 
@@ -52,7 +41,6 @@ def main(report, *args):
         "process": jax.process_index(),
         "processes": jax.process_count(),
         "devices": [jax.device_count(), jax.local_device_count()],
-        "mesh": dict(jax.tree.leaves(params)[0].sharding.mesh.shape),
         "losses": result["losses"],
         "placement": str(result["placement"]),
         "params": describe(params),

@@ -289,6 +289,34 @@ def from_a_checkpoint(folder, how="zero"):
     disk.close()
 
 
+def damaged(folder):
+    """Checksums are the same however arrays are divided between processes, and each process notices damage."""
+    import orbax.checkpoint as ocp
+
+    x, (a, b) = np.random.default_rng(0).integers(0, 2**32, (16, 64), dtype=np.uint32), mesh_of().axis_names
+    specs = [P((a, b), None), P(None, (a, b)), P(b, a), P(a, None), P()]
+    cuts = [NamedSharding(mesh_of(), spec, memory_kind=kind) for spec in specs for kind in ("device", "pinned_host")]
+    arrays = [placed(x, cut) for cut in cuts]
+    stored = jo.save_args([*arrays, x]).custom_metadata["jax_offload"]["checksums"]
+    assert len({*stored.values()}) == 1 and len(stored) == len(arrays) + 1
+    with ocp.CheckpointManager(folder / "orbax") as manager:
+        manager.save(1, args=jo.save_args({"x": arrays[1]}))
+        manager.wait_until_finished()
+        target = {"x": jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=cuts[3])}
+        back = jo.restore(manager, target)["x"]
+        assert back.sharding == cuts[3]
+        for shard in back.addressable_shards:
+            np.testing.assert_array_equal(np.asarray(shard.data), x[shard.index])
+        multihost_utils.sync_global_devices("restored")
+        if jax.process_index() == 0:  # two words, which are stored as they are, in each other's place
+            words, changed = x[3, 4:6].tobytes(), x[3, 5:3:-1].tobytes()
+            [path] = [p for p in (folder / "orbax").rglob("*") if p.is_file() and words in p.read_bytes()]
+            path.write_bytes(path.read_bytes().replace(words, changed))
+        multihost_utils.sync_global_devices("damaged")
+        with pytest.raises(ValueError, match="is damaged: other values than were saved in 1 of 1 leaves"):
+            jo.restore(manager, target)
+
+
 def of_another_number(folder):
     """Of processes, than made the files."""
     with pytest.raises(
