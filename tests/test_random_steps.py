@@ -55,6 +55,7 @@ def test_a_difference_is_noticed(mode):
         ({"second": "alternating"}, "disk"),
         ({"x64 by": "context"}, "disk"),
         ({"metrics": ("batch",)}, "cores"),
+        ({"metrics": ("old",)}, "cores"),  # which are donated
         ({"mesh": "replicated", "dtype": "float32", "width": 64}, "cores"),  # each replica is written
         ({"head": True, "metrics": ("numpy",)}, "hybrid"),
         ({"static": "bool int float"}, "cores"),
