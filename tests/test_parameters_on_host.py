@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import itertools
 from typing import Any
 
 import jax
@@ -18,6 +17,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import jax_offload as jo
 from tests.aot.harness import H200, require
+from tests.support.steps import assert_as_plain
 from tests.support.trees import assert_close, kinds
 
 OLDEST = pytest.mark.oldest("types of memory in a trace")
@@ -25,27 +25,11 @@ OLDEST = pytest.mark.oldest("types of memory in a trace")
 HOST, DEVICE = "pinned_host", "device"
 SPECS = {"layers": PartitionSpec(None, None, "data"), "w": PartitionSpec("data"), "b": PartitionSpec()}
 SHAPES = {"layers": (6, 32, 64), "w": (64, 32), "b": (32,)}
-CLIP, ADAMW = optax.clip_by_global_norm(1.0), optax.adamw(1e-2)
-OPTIMIZERS: dict[str, Any] = {
-    "adamw": lambda **options: jo.offload(ADAMW, **options),
-    "clipped": lambda **options: jo.offload(optax.chain(CLIP, ADAMW), **options),
-    "clip around": lambda **options: optax.chain(CLIP, jo.offload(ADAMW, **options)),
-    "masters": lambda **options: jo.offload(jo.with_master_params(ADAMW), **options),
-    "low bits": lambda **options: jo.offload(jo.with_master_params(ADAMW, low_bits=True), **options),
-    "stored": lambda **options: jo.offload(ADAMW, storage="bfloat16", **options),
-    "half": lambda **options: jo.offload(ADAMW, fraction=0.5, **options),
-    "no state": lambda **options: jo.offload(optax.sgd(1e-2), **options),
-    "MultiSteps": lambda **options: jo.offload(optax.MultiSteps(ADAMW, 2), **options),
-    "two": lambda **options: optax.partition(
-        {"layers": jo.offload(ADAMW, **options), "rest": jo.offload(optax.sgd(1e-2, 0.9), **options)},
-        {"layers": "layers", "w": "rest", "b": "rest"},
-    ),
-    "lamb": lambda **options: jo.offload(optax.lamb(1e-2), **options),
-}
-NORMS = ("clipped", "clip around", "lamb")  # which are summed up in another order
+ADAMW = optax.adamw(1e-2)
+CLIP_ADAMW = optax.chain(optax.clip_by_global_norm(1.0), ADAMW)
 
 
-def tree(seed: int, mesh: Any, dtype: Any, divided: bool) -> Any:
+def tree(seed: int, mesh: Any, dtype: Any = jnp.float32, divided: bool = False) -> Any:
     rng = np.random.default_rng(seed)
     sharding = {k: NamedSharding(mesh, spec if divided else PartitionSpec()) for k, spec in SPECS.items()}
     return {k: jax.device_put(jnp.asarray(rng.normal(size=s), dtype), sharding[k]) for k, s in SHAPES.items()}
@@ -55,56 +39,35 @@ def to_host(tree: Any) -> Any:
     return jax.tree.map(lambda x: jax.device_put(x, x.sharding.with_memory_kind(HOST)), tree)
 
 
-def step_of(tx: Any, form: str, skip: bool) -> Any:
-    given = {"skip": jnp.bool_(False)} if skip else {}
-
-    def step(grads: Any, state: Any, params: Any) -> Any:
-        if form == "update":
-            return tx.update(grads, state, params)
-        return jo.update_params(tx, grads, state, params, **given)
-
-    return step
-
-
-RUNS = {
-    "jit": jax.jit,
-    "donated": lambda step: jax.jit(step, donate_argnums=(1, 2)),
-    "eager": lambda step: step,
-    "jo.jit": lambda step: jo.jit(step, donate_argnums=(1, 2)),
+OPTIMIZERS: dict[str, Any] = {  # the optimizer, options, the parameters' dtype, and the tolerance
+    "adamw": (ADAMW, {"shard_over": "data"}, jnp.float32, 1e-6),
+    "clipped": (CLIP_ADAMW, {"fraction": 0.5}, jnp.float32, 1e-5),
+    "low bits": (jo.with_master_params(ADAMW, low_bits=True), {}, jnp.bfloat16, 4e-3),
+    "no state": (optax.sgd(1e-2), {}, jnp.float32, 1e-6),
 }
-WHERE = [("params", "update_params"), ("both", "update_params"), ("grads", "update")]
-DAILY = pytest.mark.daily("each optimizer once")
-CASES = [  # with a sharding and a way to run that change from one case to the next
-    pytest.param(name, ("fsdp", "one device", "ZeRO-1")[(k - k // 9) % 3], where, form, [*RUNS][k % 4],
-                 marks=([DAILY] if k // 3 % 3 == (k + 1) % 3 else []) + ([OLDEST] if k % 5 == 0 else []))
-    for k, (name, (where, form)) in enumerate(itertools.product(OPTIMIZERS, WHERE))
-    # a chain around an offload computes with the gradients before the offload sees them
-    if not (name == "clip around" and form == "update")
-]  # fmt: skip
+RUNS = {"eager": lambda step: step, "jit": jax.jit, "jo.jit": lambda step: jo.jit(step, donate_argnums=(1, 2))}
 
 
-@pytest.mark.parametrize(("name", "sharding", "where", "form", "run"), CASES)
-def test_as_from_the_device(name, sharding, where, form, run):
-    """Values, shardings and kinds of memory of two steps; gradients and parameters come back to where they were."""
-    divided, dtype = sharding == "fsdp", jnp.bfloat16 if name in ("masters", "low bits") else jnp.float32
-    mesh = jax.make_mesh((1 if sharding == "one device" else 4,), ("data",), axis_types=(AxisType.Auto,))
-    tx = OPTIMIZERS[name](min_bytes=0, window=2**14, **({"shard_over": "data"} if "ZeRO" in sharding else {}))
-    skip = name == "adamw"
-    params, grads = tree(0, mesh, dtype, divided), tree(1, mesh, dtype, divided)
-    there = to_host(params) if where != "grads" else params, to_host(grads) if where != "params" else grads
+@OLDEST
+@pytest.mark.parametrize("run", RUNS)
+@pytest.mark.parametrize("form", ["update", "update_params"])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_gradients_from_the_host(name, form, run):
+    """Updates come back to host memory; by ``update_params`` the parameters are there too. Parameters alone, with any
+    optimizer: tests/test_equivalence.py."""
+    inner, options, dtype, tolerance = OPTIMIZERS[name]
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,))
+    tx = jo.offload(inner, min_bytes=0, window=2**14, **options)
+    params, grads = (tree(seed, mesh, dtype, divided=name == "clipped") for seed in (0, 1))
+    there = to_host(params) if form == "update_params" else params
+    update = tx.update if form == "update" else functools.partial(jo.update_params, tx)
     with jax.set_mesh(mesh):
-        plain, step = jax.jit(step_of(tx, form, skip)), RUNS[run](step_of(tx, form, skip))
-        want, got = (params, tx.init(params)), (there[0], tx.init(there[0]))
-        assert kinds(got[1]) == kinds(want[1])
+        want, got = (None, tx.init(params)), (None, tx.init(there))
         for _ in range(2):
-            want = plain(grads, want[1], want[0] if form == "update_params" else params)
-            # a donated argument is gone; updates are none
-            given = got[0] if form == "update_params" else jax.tree.map(lambda x: x.copy(), there[0])
-            got = step(there[1], got[1], given)
-            assert_close(got, want, 4e-3 if dtype == jnp.bfloat16 else 1e-5 if name in NORMS else 1e-6)
-            expected = HOST if where == "both" or (where == "params") == (form == "update_params") else DEVICE
-            assert {*kinds(got[0])} == {expected}
-            assert kinds(got[1]) == kinds(want[1])
+            want = jax.jit(update)(grads, want[1], params)
+            got = RUNS[run](update)(to_host(grads), got[1], jax.tree.map(jnp.copy, there))
+            assert_close(got, want, tolerance)
+            assert {*kinds(got[0])} == {HOST} and kinds(got[1]) == kinds(want[1])
             for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
                 assert x.sharding.with_memory_kind(DEVICE).is_equivalent_to(y.sharding.with_memory_kind(DEVICE), x.ndim)
 
@@ -114,7 +77,7 @@ def test_as_from_the_device(name, sharding, where, form, run):
 @pytest.mark.parametrize("argument", ["params", "updates"])
 def test_where_they_have_to_be_on_the_device(options, argument, disk):
     """The error names the argument, the leaf and the cure."""
-    params = tree(0, jax.make_mesh((1,), ("data",), axis_types=(AxisType.Auto,)), jnp.float32, False)
+    params = tree(0, jax.make_mesh((1,), ("data",), axis_types=(AxisType.Auto,)))
     there = to_host(params)
     given = {"update_on": "host"} if options == "update_on" else {"disk": disk}
     tx = jo.offload(ADAMW, min_bytes=0, **given)
@@ -334,6 +297,7 @@ STEPS: dict[str, Any] = {  # our step, the plain one, the optimizer, and what th
     **{f"clipped, {form}": (*of_layers(loss_of, [jax.checkpoint(plain)] * 2, form, CLIPPED), READ)
        for form in ("update", "update_params")},
 }  # fmt: skip
+DAILY = pytest.mark.daily("each kind of step once")
 FIRST_OF_ITS_KIND = "unrolled: no load, update", "a checkpoint around the loss", "clipped, update"
 
 
@@ -344,19 +308,11 @@ def test_passes_load_what_they_read(name):
     ours, plain_step, inner, said = STEPS[name]
     mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Auto,))
     params, x = begun(NamedSharding(mesh, PartitionSpec()) if name in PASSES else ONE, said is not WHERE_READ)
-    tx = jo.offload(inner)
-    want, got = (params, inner.init(params)), (jo.to_host(params, select="layers|w"), tx.init(params))
-    plain_step, step = jax.jit(plain_step(inner)), jo.jit(ours(tx), donate_argnums=(0, 1))
+    there, make = jo.to_host(params, select="layers|w"), lambda tx: (plain_step if tx is inner else ours)(tx)
     with jax.set_mesh(mesh) if name in PASSES else contextlib.nullcontext():
-        table = jo.placement(step, *got, x)
-        rows = [leaf.streams for leaf in table.leaves if leaf.path.startswith("[0]") and leaf.host]
-        assert len(rows) == len(params) - 1 and all(said in row and "device_put" not in row for row in rows), table
-        places = kinds(got)
-        for _ in range(2):
-            *want, value = plain_step(*want, x)
-            *got, own_value = step(*got, x)
-            assert_close([*got, own_value], [*want, value], 1e-5)
-            assert kinds(got) == places
+        table = assert_as_plain(make, jo.offload(inner), inner, params=params, there=there, batches=[x] * 2, rtol=1e-5)
+    rows = [leaf.streams for leaf in table.leaves if leaf.path.startswith("[0]") and leaf.host]
+    assert len(rows) == len(params) - 1 and all(said in row and "device_put" not in row for row in rows), table
 
 
 @pytest.mark.parametrize("where", ["device", "host"])
@@ -371,17 +327,12 @@ def test_beside_activations_in_host_memory(where):
         return x + jnp.tanh(checkpoint_name(jnp.sin(x @ w), "inside"))
 
     (params, x), tx = begun(ONE), jo.offload(ADAMW)
-    want, got = (params, ADAMW.init(params)), (jo.to_host(params) if where == "host" else params, tx.init(params))
-    plain_step = jax.jit(trained(ADAMW, functools.partial(loss_of, jax.checkpoint(layer)), "update"))
-    loss = functools.partial(loss_of, jax.checkpoint(layer, policy=policy))
-    step = jo.jit(trained(tx, loss, "update_params"), donate_argnums=(0, 1))
-    lowered = step.lower(*got, x).as_text()
+    there, losses = jo.to_host(params) if where == "host" else params, {ADAMW: jax.checkpoint(layer)}
+    losses[tx] = jax.checkpoint(layer, policy=policy)
+    make = lambda tx: trained(tx, functools.partial(loss_of, losses[tx]), "update_params")  # noqa: E731
+    lowered = jo.jit(make(tx)).lower(there, tx.init(there), x).as_text()
     assert "8x128xf32> {mhlo" in lowered or lowered.count("annotate_device_placement") > 4
-    for _ in range(2):
-        *want, value = plain_step(*want, x)
-        *got, own_value = step(*got, x)
-        assert_close([*got, own_value], [*want, value], 1e-5)
-    table = jo.placement(step, *got, x)
+    table = assert_as_plain(make, tx, ADAMW, params=params, there=there, batches=[x] * 2, rtol=1e-5)
     assert not table.stays and all("in the scan that makes" in leaf.streams for leaf in table.leaves)
 
 
@@ -389,23 +340,13 @@ def test_beside_activations_in_host_memory(where):
 @pytest.mark.parametrize("form", ["update", "update_params", "microbatches"])
 def test_clipped_and_pipelined(form, gradients):
     """The forward scan updates the rows, and the backward scan loads the new ones from host memory."""
-    (params, x), tx, sums = begun(ONE), jo.offload(CLIPPED), form == "microbatches"
-    plain_step = jax.jit(in_microbatches(CLIPPED, layered) if sums else trained(CLIPPED, layered, "update"))
-    step = in_microbatches(tx, layered) if sums else trained(tx, layered, form)
-    train = jo.pipelined(step, donate_argnums=(0, 1), gradients=gradients)
-    want, carry = (params, CLIPPED.init(params)), (jo.to_host(params), tx.init(params))
-    table = jo.placement(train, *carry, x)
+    params, x = begun(ONE)
+    given = {"params": params, "there": jo.to_host(params), "batches": [x] * 3, "gradients": gradients}
+    make = lambda tx: in_microbatches(tx, layered) if form == "microbatches" else trained(tx, layered, form)  # noqa: E731
+    table = assert_as_plain(make, jo.offload(CLIPPED), CLIPPED, jo.pipelined, rtol=1e-5, **given)
     (row,) = (leaf for leaf in table.leaves if leaf.path == "[0]['layers']")
     assert "4 rows, in the scan that reads the parameters" in row.streams, table
     assert not any("whole" in how for how in [row.streams, *table.elsewhere]), table
-    for _ in range(3):
-        *want, value = plain_step(*want, x)
-        carry, aux = train(carry, x)
-        assert_close(aux.now, value, 1e-5)
-    got = train.finish(carry)
-    assert_close(got, want, 1e-5)
-    assert kinds(got[0]) == [DEVICE, HOST]
-    assert kinds(got[1]) == kinds(tx.init(params))
 
 
 @pytest.mark.parametrize("differentiates", [False, True])
@@ -549,7 +490,7 @@ def test_gradients_that_a_load_of_the_step_itself_sends_to_the_host():
     """The report names them, since the transpose of a load is a store; every transfer has a name."""
     require(H200)
     _, _, params, x = of_model("scanned", 512)
-    params, tx = jo.to_host({"layers": params["layers"]}), jo.offload(optax.chain(CLIP, ADAMW))
+    params, tx = jo.to_host({"layers": params["layers"]}), jo.offload(CLIP_ADAMW)
 
     def loss(params: Any, x: Any) -> Any:
         x, _ = jax.lax.scan(lambda x, w: (jnp.tanh(x @ jo.to_device(w)), None), x, params["layers"])
@@ -571,7 +512,7 @@ def test_a_state_that_is_loaded_as_a_whole_has_a_fix_of_its_own():
         {"embed": table, "layers": layers["layers"]},
         jax.ShapeDtypeStruct((8,), "int32", sharding=x.sharding),
     )
-    params, tx = jo.to_host(params), jo.offload(optax.chain(optax.clip_by_global_norm(1.0), ADAMW))
+    params, tx = jo.to_host(params), jo.offload(CLIP_ADAMW)
 
     def loss(params: Any, tokens: Any) -> Any:
         x, _ = jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), params["embed"][tokens], params["layers"])

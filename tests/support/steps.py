@@ -137,6 +137,7 @@ def assert_as_plain(
     way: Callable[..., Any] = jo.jit,
     *,
     params: Any = None,
+    there: Any = None,
     batches: Sequence[Any] = (),
     rtol: float = 1e-4,
     **options: Any,
@@ -147,14 +148,15 @@ def assert_as_plain(
       make: from an optimizer to a step of (params, state, batch) that returns (params, state, others).
       tx, plain: the optimizer with and without ``jo.offload``.
       way: ``jo.jit`` or ``jo.pipelined``; ``options`` are its own.
+      there: the parameters where our step has them, in host memory.
 
     Returns:
       The placement of our step.
     """
     params, batches = params or parameters(), batches or [batch(k) for k in range(3)]
-    state = tx.init(params)
     wanted, others = loop(make(plain), (params, plain.init(params)), batches)
-    step = way(make(tx), **{"donate_argnums": (0, 1)} | options)
+    params = params if there is None else there
+    state, step = tx.init(params), way(make(tx), **{"donate_argnums": (0, 1)} | options)
     table = jo.placement(step, params, state, batches[0])
     assert not table.unknown, table.unknown
     carried, results = copied((params, state)), []
