@@ -11,19 +11,18 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_offload as jo
+from tests.support import steps
+from tests.support.steps import ADAMW, apart
 from tests.support.trees import assert_close, in_scope, kinds
 from tests.support.words import words
 
 LAYERS, WIDTH = 6, 128
-ADAMW = optax.adamw(1e-2)
 CLIPPED = optax.chain(optax.clip_by_global_norm(0.1), ADAMW)
 OPTIONS = {"min_bytes": 1024, "window": 2**20}  # a window that is given: pieces this small would run apart
 
 
 def parameters(width=WIDTH):
-    keys = jax.random.split(jax.random.key(0), LAYERS)
-    params = {f"layer_{k}": 0.1 * jax.random.normal(key, (width, width)) for k, key in enumerate(keys)}
-    return jax.device_put(params | {"bias": jnp.zeros(width)}, jax.devices()[0])
+    return apart(LAYERS, width) | {"bias": jnp.zeros(width, device=jax.devices()[0])}
 
 
 def batch(rows=64, width=WIDTH):
@@ -36,15 +35,7 @@ def loss(params, x):
     return ((x + params["bias"]) ** 2).mean()
 
 
-def step_of(tx, update_params=True):
-    def step(params, state, x):
-        value, grads = jax.value_and_grad(loss)(params, x)
-        if update_params:
-            return *jo.update_params(tx, grads, state, params), value
-        updates, state = tx.update(grads, state, params)
-        return optax.apply_updates(params, updates), state, value
-
-    return step
+step_of = functools.partial(steps.step_of, loss=loss)
 
 
 def test_counts_that_arrive_in_host_memory():
@@ -106,7 +97,7 @@ def printing(tx):
 
 STAYS = {
     "there only at once: a number needs all": (CLIPPED, OPTIONS, lambda params: params),
-    "fewer than 4 places": (ADAMW, OPTIONS, lambda params: {k: params[k] for k in ("layer_0", "bias")}),
+    "fewer than 4 places": (ADAMW, OPTIONS, lambda params: {k: params[k] for k in ("layer_1", "bias")}),
     "takes a pass of its own": (optax.lamb(1e-2), OPTIONS | {"window": 2**15}, lambda params: params),
     "in a loop of its own, as pieces this small": (ADAMW, {"min_bytes": 1024}, lambda params: params),
     "it has effects": (printing(ADAMW), OPTIONS, lambda params: params),
@@ -116,21 +107,16 @@ STAYS = {
 @pytest.mark.parametrize("said", STAYS)
 def test_why_an_update_is_left_in_one_piece(said):
     inner, options, of = STAYS[said]
-    params, tx = of(parameters()), jo.offload(inner, **options)
-    step = jo.jit(step_of(tx))
-    args = params, tx.init(params), batch()
-    table = jo.placement(step, *args)
+    given = {"params": of(parameters()), "batches": [batch()], "rtol": 1e-6}
+    table = steps.assert_as_plain(step_of, jo.offload(inner, **options), inner, **given)
     assert len(table.stays) == 1 and said in table.stays[0], table.stays
     assert f"not updated within the passes of the step: {table.stays[0]}" in words(table)
-    assert any(leaf.host for leaf in table.leaves)
-    got, want = step(*args), jax.jit(step_of(inner, False))(params, inner.init(params), args[2])
-    assert_close((got[0], got[2]), (want[0], want[2]), 1e-6)
 
 
 def in_groups(params, x):
     """Two layers in each ``jax.checkpoint``."""
     group = jax.checkpoint(lambda x, *ws: functools.reduce(lambda x, w: jnp.tanh(x @ w), ws, x))
-    for k in range(0, LAYERS, 2):
+    for k in range(1, LAYERS, 2):
         x = group(x, params[f"layer_{k}"], params[f"layer_{k + 1}"])
     return ((x + params["bias"]) ** 2).mean()
 
@@ -149,17 +135,10 @@ EXPOSED = {
 def test_why_the_last_transfers_of_a_step_are_exposed(said):
     """All pieces have their places, and placement says so of a step that has too many of them at its end."""
     loss, of = EXPOSED[said]
-    tx, params = jo.offload(ADAMW, **OPTIONS), jax.device_put(of(parameters()), jax.devices()[0])
-
-    def step(tx, params, state, x):
-        return jo.update_params(tx, jax.grad(loss)(params, x), state, params)
-
-    args = params, tx.init(params), batch()
-    ours = jo.jit(functools.partial(step, tx))
-    (why,) = jo.placement(ours, *args).stays
-    assert said in why and "tests/test_unrolled.py:" in why
-    want = jax.jit(functools.partial(step, ADAMW))(params, ADAMW.init(params), args[2])
-    assert_close(ours(*args)[0], want[0], 1e-6)
+    given = {"params": jax.device_put(of(parameters()), jax.devices()[0]), "batches": [batch()], "rtol": 1e-6}
+    make = functools.partial(steps.step_of, loss=loss)
+    (why,) = steps.assert_as_plain(make, jo.offload(ADAMW, **OPTIONS), ADAMW, **given).stays
+    assert said in why and re.search(r"tests/(test_unrolled|support/steps)\.py:", why)
 
 
 def each(change):
@@ -232,9 +211,9 @@ def test_nothing_is_said_of_a_state_on_the_device():
     assert jo.placement(jo.jit(step_of(tx)), params, state, batch()).stays == ()
 
 
-def said_under(jit, tx, rows, update_params=True):
+def said_under(jit, tx, rows, form="update_params"):
     params, x = parameters(256), jax.ShapeDtypeStruct((rows, 256), jnp.float32)
-    return words(jo.placement(jit(step_of(tx, update_params)), params, jo.abstract_state(tx, params), x))
+    return words(jo.placement(jit(step_of(tx, form)), params, jo.abstract_state(tx, params), x))
 
 
 @pytest.mark.parametrize(
@@ -259,7 +238,7 @@ def test_where_an_update_runs_under_plain_jit(tx, rows, apart):
 @pytest.mark.parametrize(("rows", "apart"), [(4096, True), (64, False)])
 def test_clipping_outside_is_seen_in_the_trace(rows, apart):
     tx = optax.chain(optax.clip_by_global_norm(0.1), jo.offload(ADAMW, **OPTIONS))
-    assert ("once the backward pass is over" in said_under(jax.jit, tx, rows, update_params=False)) == apart
+    assert ("once the backward pass is over" in said_under(jax.jit, tx, rows, "update")) == apart
 
 
 @pytest.mark.parametrize("inner", [ADAMW, CLIPPED])
