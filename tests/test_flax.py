@@ -153,6 +153,18 @@ def test_nnx_annotations_survive(mesh):
                 assert x.sharding.is_equivalent_to(p.get_value().sharding.with_memory_kind("pinned_host"), 2)
 
 
+@pytest.mark.long("trains two models")
+@pytest.mark.parametrize("storage", ["bfloat16", {"mu": "int8", "nu": "uint8"}])
+def test_nnx_boxes_what_is_stored_in_fewer_bits(storage, mesh):
+    """It makes dicts of what is in the boxes."""
+    with jax.set_mesh(mesh):
+        _, optimizer, _, losses = nnx_train(jo.offload(INNER, min_bytes=0, storage=storage), nnx.jit, steps=3)
+    assert {x.sharding.memory_kind for x in jax.tree.leaves(nnx.state(optimizer.opt_state)) if x.ndim > 1} == {
+        "pinned_host"
+    }
+    assert losses[-1] < losses[0] and int(optimizer.step[...]) == 3
+
+
 def test_a_state_that_flax_moved_is_on_the_host_after_a_step(mesh):
     """Outside jit flax applies an annotation to the new state's variables, with device memory (docs/frameworks.md)."""
     with jax.set_mesh(mesh):

@@ -130,20 +130,6 @@ def test_the_seed_and_the_place_decide(name):
     assert len(np.unique(a[:, 1:])) == 2  # neighbours round differently, though they are equal
 
 
-@pytest.mark.parametrize("shape", [(5,), (3, 7), (2, 3, 130), (128,), (1, 256)])
-@pytest.mark.parametrize("name", NARROW)
-def test_shapes(name, shape):
-    x, tx = jax.device_put(examples(name, shape), jax.devices()[0]), keeping(name)
-    stored = tx.init(x).inner_state
-    assert stored.values.dtype == name and stored.values.shape == shape
-    if name == "bfloat16":
-        assert stored.values_scale is None
-    else:
-        scale = stored.values_scale
-        assert scale.shape == (*shape[:-1], -(-shape[-1] // 128)) and scale.dtype == jnp.float32
-    assert there_and_back(name)(x, SEED).shape == shape
-
-
 def test_the_largest_numbers_do_not_overflow():
     x = np.full((1, 512), 3.3961e38, np.float32)
     for name in NARROW:

@@ -230,24 +230,21 @@ def test_an_optimizer_that_reshards(case):
 def test_the_table_says_which_axis_and_why_none():
     mesh = mesh_of(AxisType.Auto)
     params = network(mesh, REPLICATED)
-    table = jo.placement(jo.offload(optax.adam(1e-3), min_bytes=0, shard_over="data"), params)
+    tx = jo.offload(optax.adam(1e-3), min_bytes=0, shard_over="data")
+    table = jo.placement(tx, params)
     shardings = {leaf.path: leaf.sharding for leaf in table.leaves}
     assert shardings["[0].mu['layers']['w']"] == "P(None, 'data')"
     assert shardings["[0].mu['odd']"] == "P() (no axis divides by 2)"
-    state = jo.offload(optax.adam(1e-3), min_bytes=0, shard_over="data").init(params)
+    state = tx.init(params)
     held = [x for x in jax.tree.leaves(state) if x.ndim]
     assert table.host_bytes_per_device == sum(x.addressable_shards[0].data.nbytes for x in held) < table.host_bytes
     assert f"for each device {table.host_bytes_per_device / 2**20:.2f} MiB in pinned_host" in words(table)
     assert "P(None, 'data')" in str(table) and "sharding" in str(table).splitlines()[0]
     assert "sharding" not in str(jo.placement(jo.offload(optax.adam(1e-3)), network(None))).splitlines()[0]
-
-
-def test_a_state_divided_already_stays_as_it_is():
-    mesh = mesh_of(AxisType.Auto, (8,), ("data",))
-    params = {"w": jax.device_put(jnp.ones((64, 64)), NamedSharding(mesh, P(None, "data")))}
     tx = jo.offload(optax.adam(1e-3), min_bytes=0, shard_over="data")
-    assert spec_of(tx.init(params)[0].mu["w"]) == (None, ("data",))
-    assert jo.placement(tx, params).leaves[1].sharding == "P(None, 'data') (sharded over these axes already)"
+    divided = {"w": jax.device_put(jnp.ones((64, 64)), NamedSharding(mesh, P(None, "data")))}
+    assert spec_of(tx.init(divided)[0].mu["w"]) == (None, ("data",))
+    assert jo.placement(tx, divided).leaves[1].sharding == "P(None, 'data') (sharded over these axes already)"
 
 
 @pytest.mark.parametrize(

@@ -46,6 +46,7 @@ def host_leaves(state):
 def test_a_skipped_update_changes_no_bit(name):
     """What a step does that is not skipped: tests/test_equivalence.py."""
     tx, params = OFFLOADS[name], parameters(jnp.bfloat16 if name == "masters" else jnp.float32)
+    params = jax.tree.map(lambda x: x.at[0].set(-0.0), params)  # -0 + 0 is +0: the updates of a skipped step are -0
     good = gradients(params)
     bad = jax.tree.map(lambda g: g.at[0].set(jnp.nan), good)
     _, state = jax.jit(tx.update)(good, tx.init(params), params)
@@ -62,15 +63,6 @@ def test_a_skipped_update_changes_no_bit(name):
         assert all(x.sharding.memory_kind == HOST for x in host_leaves(after))
         assert name == "MultiSteps" or not any(map(np.array_equal, host_leaves(new), host_leaves(params)))
         assert not all(map(np.array_equal, host_leaves(after), host_leaves(state)))
-
-
-def test_a_zero_keeps_its_sign():
-    """-0 + 0 is +0: the updates of a skipped step are -0."""
-    tx, params = OFFLOADS["adamw"], jax.tree.map(lambda x: x.at[0].set(-0.0), parameters())
-    state = tx.init(params)
-    for call in (tx.update, jax.jit(tx.update)):
-        updates, _ = call(gradients(params), state, params, skip=True)
-        assert_same(optax.apply_updates(params, updates), params)
 
 
 @pytest.mark.parametrize("skip", [True, False])
