@@ -96,7 +96,7 @@ conformance: .venvs/$(NEWEST)/.installed  ## optax's own tests: plain, and offlo
 # The first thing on a GPU: 9 minutes a part, 40 in all. Without one it says so and exits with 2, which make calls an
 # error; ARGS=--toy runs all of it anywhere.
 gpu: EXTRAS := examples,cores,cuda
-gpu:  ## values, donation, the link and steps on the NVIDIA GPU that is here: see benchmarks/README.md
+gpu:  ## values, random steps, the link and steps on the NVIDIA GPU that is here: see benchmarks/README.md
 	@$(MAKE) --no-print-directory EXTRAS=$(EXTRAS) .venv/.installed-$(subst $(comma),-,$(EXTRAS))
 	@.venv/bin/python -m benchmarks.run $(ARGS)
 

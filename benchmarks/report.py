@@ -69,18 +69,6 @@ def values(results: Found) -> str:
     return table(head, without(results, 5, row))
 
 
-def donation(results: Found) -> str:
-    """All patterns in a line; those that are wrong or failed one by one."""
-    fine = {name: r for name, r in results.items() if not r.get("wrong") and "error" not in r}
-    rows = without(
-        {name: r for name, r in results.items() if name not in fine}, 1, lambda r: ["; ".join(r["wrong"][:3])]
-    )
-    said = f"{len(fine)} of {len(results)} patterns: values, memory kinds and buffers as they should be."
-    if fine:
-        said += f" Worst difference to the step without donation: {max(r['apart'] for r in fine.values()):.0e}."
-    return said + (f"\n\n{table(' pattern | what was wrong ', rows)}" if rows else "")
-
-
 def random(results: Found) -> str:
     """How many random steps were equal in each mode."""
     modes: dict[str, list[int]] = {}
@@ -158,7 +146,7 @@ def driven(results: Found) -> str:
     return table(head, without(results, 6, row))
 
 
-TABLES = {each.__name__: each for each in (values, donation, random, reports, link, steps, compiled, driven)}
+TABLES = {each.__name__: each for each in (values, random, reports, link, steps, compiled, driven)}
 
 
 def markdown(data: dict[str, Any]) -> str:

@@ -1,4 +1,4 @@
-"""Test and measure on an accelerator: values, donation, random steps, reports, the link, steps, driven steps.
+"""Test and measure on an accelerator: values, random steps, reports, the link, steps, driven steps.
 
     python -m benchmarks.run                        # make gpu: 9 minutes a part, 40 in all; again: it continues
     python -m benchmarks.run --parts steps --only "1.3b, one scan, 16384 tokens; "
@@ -28,7 +28,7 @@ from typing import Any
 from benchmarks import workers
 from benchmarks.report import GIB, failed, markdown, wrong
 
-PARTS = ("values", "donation", "random", "reports", "link", "steps", "driven")
+PARTS = ("values", "random", "reports", "link", "steps", "driven")
 COMPILED = "compiled"  # needs no device
 TOTAL_MINUTES = 40
 WRONG, NO_GPU, FAILED = 1, 2, 3

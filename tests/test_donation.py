@@ -75,7 +75,7 @@ def commit(tree):
 @pytest.mark.parametrize("platform", ["cuda", "tpu"])
 def test_donation_crosses_no_memory_kinds(case, platform):
     """Which values the steps give with what is donated: tests/test_random_steps.py."""
-    step, args, _ = make(case, optimizer(0.5))
+    step, args = make(case, optimizer(0.5))
     donate = CASES[case][1]
     for arguments in args, commit(args):
         aliases, donors = pairs(jax.jit(step, donate_argnums=donate), *arguments, platform=platform)
@@ -88,7 +88,7 @@ def test_donation_crosses_no_memory_kinds(case, platform):
 @pytest.mark.oldest("aliases that jax takes for it")
 @pytest.mark.parametrize("case", [case for case, (*_, unsafe) in CASES.items() if any(unsafe)])
 def test_donation_with_out_shardings(case):
-    step, args, _ = make(case, optimizer(1.0))
+    step, args = make(case, optimizer(1.0))
     out_shardings = one_device(types(step, args))
     donating = jax.jit(step, donate_argnums=CASES[case][1], out_shardings=out_shardings, compiler_options=FAST)
     assert not crossed(pairs(donating, *args)[0])

@@ -1,4 +1,7 @@
-"""Random steps of ``tests/support/random_steps.py`` on the device, each in one mode beside plain optax."""
+"""Random steps of ``tests/support/random_steps.py`` on the device, each in one mode beside plain optax.
+
+The driver says in which memory each leaf is: a device buffer reused for a host leaf would still be called one by jax.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,8 @@ from typing import Any
 
 import jax
 
+from benchmarks.parts import where
+from tests.support import random_steps
 from tests.support.random_steps import Refused, differences, odd, reference, variants
 
 ALONE, TIMED = False, False
@@ -21,6 +26,7 @@ def run(name: str, toy: bool) -> dict[str, Any]:
     seed = int(name.split()[1])
     [(r, mode)] = variants(seed, 1)
     r |= ONE_DEVICE
+    random_steps.memory_of = where.kind_of
     with jax.default_matmul_precision("highest"):
         want = reference(r)
         if isinstance(want, Exception):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from collections import defaultdict
 from typing import Any
 
 import jax
@@ -42,30 +41,18 @@ def by_driver(x: jax.Array) -> str | None:
     return found.pop() if len(found) == 1 else None
 
 
+def kind_of(x: jax.Array) -> str:
+    """Its memory kind; with the driver's word behind it where it says something else."""
+    believed, real = x.sharding.memory_kind, by_driver(x)
+    return believed if real in (None, believed) else f"{believed}, in {real} by the driver"
+
+
 def kinds(tree: Any) -> dict[str, str]:
-    """Path -> memory kind; with the driver's word behind it where it says something else."""
-    found = {}
-    for path, x in tree_flatten_with_path(tree)[0]:
-        believed, real = x.sharding.memory_kind, by_driver(x)
-        name = keystr(path, simple=True, separator="/")
-        found[name] = believed if real in (None, believed) else f"{believed}, in {real} by the driver"
-    return found
+    """The memory kind of each path."""
+    return {keystr(path, simple=True, separator="/"): kind_of(x) for path, x in tree_flatten_with_path(tree)[0]}
 
 
 def misplaced(tree: Any, expected: Any) -> list[str]:
     """Return the leaves whose memory differs from ``expected``, a tree of arrays or shapes."""
     wanted = [x.sharding.memory_kind for x in jax.tree.leaves(expected)]
     return [f"{path}: {kind}" for (path, kind), want in zip(kinds(tree).items(), wanted, strict=True) if kind != want]
-
-
-def shared(tree: Any) -> list[str]:
-    """Addresses at which live arrays of different memory kinds begin.
-
-    Not on a CPU, whose memories are one: there a copy from one kind to another may be no copy.
-    """
-    at = defaultdict(set)
-    for x in jax.tree.leaves(tree):
-        if isinstance(x, jax.Array) and x.size and next(iter(x.devices())).platform != "cpu":
-            for address in addresses(x):
-                at[address].add(x.sharding.memory_kind)
-    return [f"{address:#x}: {', '.join(sorted(found))}" for address, found in at.items() if len(found) > 1]

@@ -1,4 +1,4 @@
-"""Training steps that donate and return in every order, for tests and for a run on a device (``benchmarks``)."""
+"""Training steps that donate and return in every order."""
 
 from collections import Counter
 
@@ -13,7 +13,6 @@ import jax_offload as jo
 
 KIND = {jax.memory.Space.Host: "pinned_host", jax.memory.Space.Device: "device"}
 BATCH = np.linspace(-1, 1, 32, dtype=np.float32).reshape(2, 16)  # uncommitted, as from a data loader
-STEPS = 3
 
 
 def on_device():
@@ -58,7 +57,7 @@ CASES = {
 
 
 def make(case, tx):
-    """The step of a case, its arguments, and the next arguments as a function of (arguments, results)."""
+    """The step of a case, and its arguments."""
     takes, _, returns, _ = CASES[case]
     takes, returns = takes.split(), returns.split()
     params, state = create(tx)
@@ -84,19 +83,9 @@ def make(case, tx):
             new["average"] = optax.incremental_update(new["params"], given["average"], 0.1)
         return tuple(new[name] for name in returns)
 
-    def following(args, out):
-        new = dict(zip(takes, args, strict=True)) | dict(zip(returns, out, strict=True))
-        if "grads" in takes:
-            new["grads"] = jax.tree.map(jnp.sin, new["params"])
-        return tuple(new[name] for name in takes)
-
-    return step, tuple(values[name] for name in takes), following
+    return step, tuple(values[name] for name in takes)
 
 
 def buffers(tree):
     leaves = [x if isinstance(x, jax.core.ShapedArray) else jax.typeof(x) for x in jax.tree.leaves(tree)]
     return Counter((x.shape, x.dtype, KIND[x.memory_space]) for x in leaves)
-
-
-def arrays(tree):
-    return [x for x in jax.tree.leaves(tree) if isinstance(x, jax.Array)]

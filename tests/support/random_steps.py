@@ -945,13 +945,18 @@ def types(tree: Any) -> Any:
     return jax.tree.map(of, tree, is_leaf=is_on_disk)
 
 
+def memory_of(x: jax.Array) -> str:
+    """The kind of memory of an array, as jax records it; ``benchmarks`` asks the driver."""
+    return x.sharding.memory_kind
+
+
 def places(tree: Any) -> Any:
     """The kind of memory of each leaf, and its devices."""
 
     def of(x: Any) -> str:
         if is_on_disk(x):
             return "disk"
-        return f"{x.sharding.memory_kind} on {sorted(d.id for d in x.sharding.device_set) if x.ndim else 'any'}"
+        return f"{memory_of(x)} on {sorted(d.id for d in x.sharding.device_set) if x.ndim else 'any'}"
 
     return jax.tree.map(of, tree, is_leaf=is_on_disk)
 
