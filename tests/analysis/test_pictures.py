@@ -1,4 +1,4 @@
-"""What schedules small enough to know them hold of the state, and how they are summed up and drawn."""
+"""How timelines are summed up and drawn, and the pictures of the docs."""
 
 import dataclasses
 import json
@@ -10,37 +10,8 @@ import pytest
 
 from benchmarks import break_even
 from jax_offload._look.timeline import Segment, Timeline
-from tests.aot.test_timeline import DOT, K_DONE, L_DONE, MATRIX, ON_HOST, K, L, M, computation, played
 
 DOCS = Path(__file__).parents[2] / "docs"
-
-
-def window(*lines, before=""):
-    """The most matrices from the host that are on the device at a time."""
-    text = f"HloModule m, is_scheduled=true\n\n{before}{computation('ENTRY %main', *lines)}"
-    return played(text).window / MATRIX
-
-
-def test_what_is_loaded_is_held_from_its_start_to_its_last_use():
-    used, again = f"%e = {M} add(%d, %l-done)", f"%g = {M} bitcast(%l-done)"
-    assert window(DOT) == 0
-    assert window(L, DOT, L_DONE, used) == 1
-    assert window(L, L_DONE, DOT, used, K, K_DONE) == 1
-    assert window(L, L_DONE, DOT, K, used, K_DONE) == 2
-    assert window(L, L_DONE, DOT, used, again, K, K_DONE, f"ROOT %f = {M} negate(%g)") == 2
-
-
-def test_what_a_loop_carries_is_held_once():
-    """In its first iteration it is what was loaded before; each of them loads the next."""
-    carried = f"({M}, {ON_HOST})"
-    body = (
-        f"%body (t: {carried}) -> {carried} {{\n  %t = {carried} parameter(0)\n"
-        f"  %x = {M} get-tuple-element(%t), index=0\n  %h = {ON_HOST} get-tuple-element(%t), index=1\n"
-        f"  %y = {M} negate(%x)\n  {L}\n  {L_DONE}\n  ROOT %r = {carried} tuple(%l-done, %h)\n}}\n\n"
-        "%c (t: s32[]) -> pred[] {\n  %k = s32[] constant(3)\n}\n\n"
-    )
-    loop = f"%w = {carried} while(%i), condition=%c, body=%body"
-    assert window(L, L_DONE, f"%i = {carried} tuple(%l-done, %h)", loop, before=body) == 1
 
 
 def some(leaves):

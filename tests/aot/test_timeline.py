@@ -49,244 +49,213 @@ def run(*lines, before="", header="HloModule m, is_scheduled=true", chip=CHIP):
     return played(f"{header}\n\n{before}{computation('ENTRY %main', *lines)}", chip)
 
 
-def test_a_matmul():
-    m = run(DOT)
-    assert (m.step, m.compute, m.link, m.exposed) == (1, 1, 0, 0)
+def after(*lines, before="", header="HloModule m, is_scheduled=true", chip=CHIP, **figures):
+    """A schedule, and the figures of its timeline; ``window`` is in matrices."""
+    return (lines, before, header, chip), figures
 
 
-@pytest.mark.parametrize(
-    ("line", "seconds"),
-    [
-        (DOT, 1.0),
-        (DOT.replace("f32", "bf16"), 1.0),  # its operands are float32
-        (f"%d = {M} add(%a, %b)", 3 * READ),
-        (f"%d = {M} copy(%a)", 2 * READ),
-        ("%d = f32[256]{0} reduce(%a, %zero), dimensions={1}", READ * (1 + 1 / 256)),
-        (f"%d = {M} bitcast(%a)", 0),
-        ("%d = f32[256,256]{1,0:S(1)} add(%a, %b)", 2 * READ),  # what stays in the cache is free
-        (f"%d = ({M}, s8[0]{{0}}) custom-call(%a, %b), custom_call_target=\"__cublas$gemm\", "
-         'backend_config={"lhs_contracting_dimensions":["1"]}', 1.0),
-        (f'%d = ({M}, s8[0]{{0}}) custom-call(%a, %b), custom_call_target="AllocateBuffer"', 0),
-        (f"%d = {M} convolution(%a, %b), dim_labels=bf_io->bf", 1.0),
-    ],
-)  # fmt: skip
-def test_single_operations(line, seconds):
-    assert run(line).compute == pytest.approx(seconds)
+def copies(*lines, **figures):
+    """The same of copies beside a matmul: the bytes and the time of the link follow from the lines."""
+    loads, stores = sum(line in (L, K, N) for line in lines), lines.count(S)
+    moved = {"loaded": loads * MATRIX, "stored": stores * MATRIX, "link": 0.5 * max(loads, stores)}
+    return after(*lines, **moved | figures)
 
 
-def test_bfloat16_multiplies_faster():
-    operands = [f"%{x} = bf16[256,256]{{1,0:S(1)}} parameter({n})" for n, x in enumerate("cd")]
-    assert run(*operands, DOT.replace("%a, %b", "%c, %d")).compute == 0.5
+def fusion(lines, result, seconds, nested=False):
+    """The same of a fusion of a stack, a row and an index."""
+    before, called = computation("%f", *lines, parameters=ROWS_IN), "f"
+    if nested:
+        before += computation("%o", f"ROOT %x = {result} fusion(%p, %q, %i), calls=%f", parameters=ROWS_IN)
+        called = "o"
+    operation = f"%x = {result} fusion(%stack, %a, %k), calls=%{called}"
+    return after(STACKED, "%k = s32[] constant(0)", operation, before=before, compute=seconds)
 
 
-@pytest.mark.parametrize(
-    ("schedule", "step", "exposed"),
-    [
-        ([L, DOT, L_DONE], 1.0, 0.0),  # hidden
-        ([L, L_DONE, DOT], 1.5, 0.5),  # not
-        ([L, K, N, DOT, N_DONE], 1.5, 0.5),  # the third ends at 1.5 s
-        ([L, K, L_DONE, DOT, K_DONE], 1.5, 0.5),  # one direction, one queue
-        ([L, S, L_DONE, S_DONE], 0.5, 0.5),  # both directions at once
-        ([L, L_DONE, S, S_DONE], 1.0, 1.0),  # in turn
-        ([DOT, S], 1.5, 0.5),  # nothing waits for it but the end
-    ],
-)
-def test_copies_beside_a_matmul(schedule, step, exposed):
-    m = run(*schedule)
-    loads, stores = sum(line in (L, K, N) for line in schedule), schedule.count(S)
-    assert (m.step, m.exposed) == pytest.approx((step, exposed))
-    assert (m.loaded, m.stored, m.link) == (loads * MATRIX, stores * MATRIX, 0.5 * max(loads, stores))
+def loop(attributes, body, count, *, ahead=(), behind=(), **figures):
+    before = computation("%body", *body) + computation("%c", f"%k = s32[]{{:T(128)}} constant({count})")
+    return after(*ahead, f"%w = (s32[]) while(%t), condition=%c, body=%body{attributes}", *behind, before=before,
+                 **figures)  # fmt: skip
 
 
-def test_both_ways_share_the_link():
-    """At once they reach 1.5 times one way: the store has half of its speed until the load ends, and then all."""
-    m = run(L, S, L_DONE, S_DONE, chip=dataclasses.replace(CHIP, host_link_both=3 * MATRIX))
-    assert (m.step, m.exposed) == pytest.approx((0.75, 0.75))
-    assert m.link == pytest.approx(2 / 3) and [s.end for s in m.segments] == pytest.approx([0.5, 0.75])
-    in_turn = run(L, S, L_DONE, S_DONE, chip=dataclasses.replace(CHIP, host_link_both=2 * MATRIX))
-    assert in_turn.step == pytest.approx(1.0)
+TRIPS = ', backend_config={"known_trip_count":{"n":"7"}}'
+BRANCHES = computation("%nothing") + computation("%matmul", DOT)
+COPIES_BOTH = (L, S, L_DONE, S_DONE)
+BF16 = [f"%{x} = bf16[256,256]{{1,0:S(1)}} parameter({n})" for n, x in enumerate("cd")]
 
-
-def test_a_copy_that_is_not_asynchronous_is_exposed():
-    m = run(f"%l = {M} copy(%h)")
-    assert (m.step, m.exposed, m.loaded) == (0.5 + READ, 0.5, MATRIX)
-
-
-def test_a_loop_runs_as_often_as_it_says():
-    """Across its iterations a queue goes on."""
-    body = computation("%body", L, DOT, L_DONE)
-    condition = computation("%c", "%k = s32[]{:T(128)} constant(5)")
-    loop = '%w = (s32[]) while(%t), condition=%c, body=%body, backend_config={"known_trip_count":{"n":"7"}}'
-    m = run(loop, before=body + condition)
-    assert (m.step, m.compute, m.link, m.exposed) == (7, 7, 3.5, 0)
-    assert run(loop.replace("known", "un"), before=body + condition).step == 5
-
-
-def test_a_copy_may_be_in_flight_across_a_loop():
-    body, condition = computation("%body", DOT), computation("%c", "%k = s32[] constant(3)")
-    loop = "%w = (s32[]) while(%t), condition=%c, body=%body"
-    m = run(L, loop, L_DONE, before=body + condition)
-    assert (m.step, m.exposed) == (3, 0)
-
-
-@pytest.mark.parametrize(
-    "line",
-    [
-        "%k = f32[] conditional(%i, %a, %a), branch_computations={%nothing, %matmul}",
-        "%k = f32[] conditional(%p, %a, %a), true_computation=%matmul, false_computation=%nothing",
-        "%k = f32[] call(%a), to_apply=%matmul",
-    ],
-)
-def test_branches_and_calls(line):
-    branches = computation("%nothing") + computation("%matmul", DOT)
-    assert run(line, before=branches).step == 1
-
-
+# Collectives. A device sends its quarter, or one that it got, three times: 3/4 of a matrix, 0.1875 s.
 GATHER = f"%g = ((f32[64,256]{{1,0}}), {M}) all-gather-start(%shard), replica_groups={{GROUPS}}, dimensions={{0}}"
 GATHERED = f"%g-done = {M} all-gather-done(%g)"
 SHARD = "%shard = f32[64,256]{1,0} parameter(3)"
-
-
+FOUR = "replica_groups={{0,1,2,3}}"
 GROUPS = "{{0,1,2,3}}", "[1,4]<=[4]", "{}", "mesh['x'=4] {'x'}", "mesh['x'=2,'y'=2] {'x','y'}", "mesh['y'=8] {'y':(2)4}"
+ON_FOUR = "HloModule m, num_partitions=4"
+OTHERS = {"all-reduce": 0.375, "reduce-scatter": 0.1875, "all-to-all": 0.1875, "collective-permute": 0.25}
+WRAPPED = f"%s = (({M}), {M}, u32[]) async-start(%a), calls=%wrapped"
+UNWRAPPED = f"%t = (({M}), {M}, u32[]) async-update(%s)", f"%u = {M} async-done(%t)"
+OWN_GATHER = "%g = f32[256,256]{1,0} all-gather(%shard), channel_id=6, replica_groups={{0,1,2,3}}"
+OF_A_TPU = '%k = (u32[]) custom-call(%g), custom_call_target="AsyncCollective'
+THREE_PARTS = {"start": [OWN_GATHER, OF_A_TPU + 'Start"'], "between": [OWN_GATHER, DOT],
+               "done": [OWN_GATHER, OF_A_TPU + 'Done"']}  # fmt: skip
+SCATTER = "%all-reduce-scatter.1"
 
-
-@pytest.mark.parametrize("groups", GROUPS)
-def test_an_asynchronous_gather(groups):
-    """A device sends its quarter, or one that it got, three times: 3/4 of a matrix, 0.1875 s."""
-    gather, header = GATHER.replace("{GROUPS}", groups), "HloModule m, num_partitions=4"
-    hidden = run(SHARD, gather, DOT, GATHERED, header=header)
-    assert (hidden.step, hidden.compute, hidden.exposed_collectives) == (1, 1, 0)
-    exposed = run(SHARD, gather, GATHERED, DOT, header=header)
-    assert (exposed.step, exposed.compute, exposed.exposed_collectives) == (1.1875, 1, 0.1875)
-    assert hidden.collectives == exposed.collectives == 0.1875
-    assert hidden.exposed == exposed.exposed == 0
-
-
-@pytest.mark.parametrize(
-    ("opcode", "seconds"),
-    [("all-reduce", 0.375), ("reduce-scatter", 0.1875), ("all-to-all", 0.1875), ("collective-permute", 0.25)],
-)
-def test_the_other_collectives(opcode, seconds):
-    """Not asynchronous: nothing hides them. In what starts something asynchronous: a matmul does."""
-    line = f"%r = {M} {opcode}(%a), replica_groups={{{{0,1,2,3}}}}"
-    m = run(line, DOT)
-    assert (m.step, m.compute, m.exposed_collectives) == pytest.approx((1 + seconds, 1, seconds))
-    start = f"%s = (({M}), {M}, u32[]) async-start(%a), calls=%wrapped"
-    done = [f"%t = (({M}), {M}, u32[]) async-update(%s)", f"%u = {M} async-done(%t)"]
-    m = run(start, DOT, *done, before=computation("%wrapped", line))
-    assert (m.step, m.collectives, m.exposed_collectives) == pytest.approx((1, seconds, 0))
-    m = run(start, *done, DOT, before=computation("%wrapped", line))
-    assert (m.step, m.exposed_collectives) == pytest.approx((1 + seconds, seconds))
-
-
-def test_a_copy_runs_beside_a_collective():
-    m = run(L, f"%r = {M} all-reduce(%a), replica_groups={{{{0,1,2,3}}}}", L_DONE)
-    assert (m.step, m.exposed_collectives, m.exposed) == pytest.approx((0.5, 0.375, 0.125))
-
-
-def test_a_tpu_starts_and_ends_a_collective_in_fusions():
-    """It stands in a third too, around a matmul that runs meanwhile."""
-    gather = "%g = f32[256,256]{1,0} all-gather(%shard), channel_id=6, replica_groups={{0,1,2,3}}"
-    call = '%k = (u32[]) custom-call(%g), custom_call_target="AsyncCollective'
-    parts = {"start": [gather, call + 'Start"'], "between": [gather, DOT], "done": [gather, call + 'Done"']}
-    before = "".join(computation(f"%{name}", SHARD, *lines) for name, lines in parts.items())
-    m = run(*(f"%x{name} = u32[] fusion(), calls=%{name}" for name in parts), before=before)
-    assert (m.step, m.compute, m.collectives, m.exposed_collectives) == (1, 1, 0.1875, 0)
-
-
-def test_a_tpus_scatter_is_an_all_reduce_in_a_fusion():
-    name = "%all-reduce-scatter.1"
-    before = computation(name, f"%r = {M} all-reduce(%a), replica_groups={{{{0,1,2,3}}}}")
-    assert run(f"%f = f32[64,256]{{1,0}} fusion(%a), calls={name}", before=before).collectives == 0.1875
-
-
+# Fusions of rows.
 STACK, ROW = "f32[24,256,256]{2,1,0}", "f32[1,256,256]{2,1,0}"
 ROWS_IN = (f"%p = {STACK} parameter(0)", f"%q = {M} parameter(1)", "%i = s32[] parameter(2)")
 STACKED = f"%stack = {STACK} parameter(3)"
+AS_ROW, CUT = f"%n = {ROW} bitcast(%q)", "slice={[0:1], [0:256], [0:256]}"
+SLICED = f"%s = {ROW} dynamic-slice(%p, %i, %i, %i)"
+UPDATED = f"%u = {STACK} dynamic-update-slice(%p, %n, %i, %i, %i)"
+FUSIONS = {  # what reads and writes rows where it needs no more
+    "a row into a stack": ([AS_ROW, f"ROOT {UPDATED}"], STACK, 2 * READ),
+    "a row of a stack": ([f"ROOT {SLICED}, dynamic_slice_sizes={{1,256,256}}"], ROW, 2 * READ),
+    "a row of a stack by its number": ([f"ROOT %s = {ROW} slice(%p), {CUT}"], ROW, 2 * READ),
+    "a row of a stack in other words": ([f"%w = {STACK} bitcast(%p)", f"ROOT %s = {ROW} slice(%w), {CUT}"], ROW,
+                                        2 * READ),
+    "a row that is changed": ([SLICED, f"%n = {ROW} negate(%s)", f"ROOT {UPDATED}"], STACK, 2 * READ),
+    "a stack of its own": ([f"%z = {STACK} broadcast(%i)", AS_ROW, f"ROOT {UPDATED.replace('%p', '%z')}"], STACK,
+                           25 * READ),
+    "all of a stack": ([f"ROOT %n = {STACK} negate(%p)"], STACK, 48 * READ),
+}  # fmt: skip
+BESIDE = [AS_ROW, UPDATED, f"ROOT %t = ({STACK}, {ROW}) tuple(%u, %n)"], f"({STACK}, {ROW})", 2 * READ
+IN_A_FUSION = computation("%f", DOT, f"ROOT %t = {M} tanh(%d)", parameters=PARAMETERS[:2])
+SQUARE = f"%d = {M} dot(%q, %q), lhs_contracting_dims={{1}}"
+INTO_A_STACK = computation("%f", SQUARE, f"ROOT %t = {STACK} add(%p, %d)", parameters=ROWS_IN[:2])
+ONE_ROW = computation("%f", f"ROOT {SLICED}", parameters=ROWS_IN)
+ROW_START = f"%s = (({STACK}, s32[]), {ROW}, u32[]) fusion-start(%stack), calls=%f"
+ROW_DONE = f"%t = {ROW} fusion-done(%s)"
 
-
-@pytest.mark.parametrize(
-    ("lines", "result", "seconds"),
-    [
-        ([f"%n = {ROW} bitcast(%q)", f"ROOT %u = {STACK} dynamic-update-slice(%p, %n, %i, %i, %i)"], STACK, 2 * READ),
-        ([f"ROOT %s = {ROW} dynamic-slice(%p, %i, %i, %i), dynamic_slice_sizes={{1,256,256}}"], ROW, 2 * READ),
-        ([f"ROOT %s = {ROW} slice(%p), slice={{[0:1], [0:256], [0:256]}}"], ROW, 2 * READ),
-        ([f"%w = {STACK} bitcast(%p)", f"ROOT %s = {ROW} slice(%w), slice={{[0:1], [0:256], [0:256]}}"], ROW, 2 * READ),
-        # its rows are read, changed and written back
-        ([f"%s = {ROW} dynamic-slice(%p, %i, %i, %i)", f"%n = {ROW} negate(%s)",
-          f"ROOT %u = {STACK} dynamic-update-slice(%p, %n, %i, %i, %i)"], STACK, 2 * READ),
-        # and returned beside
-        ([f"%n = {ROW} bitcast(%q)", f"%u = {STACK} dynamic-update-slice(%p, %n, %i, %i, %i)",
-          f"ROOT %t = ({STACK}, {ROW}) tuple(%u, %n)"], f"({STACK}, {ROW})", 2 * READ),
-        # not in place
-        ([f"%z = {STACK} broadcast(%i)", f"%n = {ROW} bitcast(%q)",
-          f"ROOT %u = {STACK} dynamic-update-slice(%z, %n, %i, %i, %i)"], STACK, 25 * READ),
-        ([f"ROOT %n = {STACK} negate(%p)"], STACK, 48 * READ),
-    ],
-)  # fmt: skip
-@pytest.mark.parametrize("nested", [False, True])
-def test_a_fusion_reads_and_writes_rows_where_it_needs_no_more(lines, result, seconds, nested):
-    before, called = computation("%f", *lines, parameters=ROWS_IN), "f"
-    if nested and "(" not in result:
-        before += computation("%o", f"ROOT %x = {result} fusion(%p, %q, %i), calls=%f", parameters=ROWS_IN)
-        called = "o"
-    m = run(STACKED, "%k = s32[] constant(0)", f"%x = {result} fusion(%stack, %a, %k), calls=%{called}", before=before)
-    assert m.compute == pytest.approx(seconds, rel=1e-4)  # an index is read too
-
-
-def test_a_fusion_around_a_matmul():
-    """It takes as long as multiplying or as its memory, whichever is longer."""
-    body = computation("%f", DOT, f"ROOT %t = {M} tanh(%d)", parameters=PARAMETERS[:2])
-    assert run(f"%x = {M} fusion(%a, %b), calls=%f", before=body).compute == 1
-    multiplied = f"%d = {M} dot(%q, %q), lhs_contracting_dims={{1}}"
-    one = computation("%f", multiplied, f"ROOT %t = {STACK} add(%p, %d)", parameters=ROWS_IN[:2])
-    assert run(STACKED, f"%x = {STACK} fusion(%stack, %a), calls=%f", before=one).compute == 49 * READ
-
-
-def test_an_asynchronous_copy_within_the_device_runs_beside_a_matmul():
-    body = computation("%f", f"ROOT %s = {ROW} dynamic-slice(%p, %i, %i, %i)", parameters=ROWS_IN)
-    start = f"%s = (({STACK}, s32[]), {ROW}, u32[]) fusion-start(%stack), calls=%f"
-    done = f"%t = {ROW} fusion-done(%s)"
-    assert run(STACKED, start, DOT, done, before=body).step == 1
-    m = run(STACKED, start, done, DOT, before=body)
-    assert (m.step, m.compute, m.exposed) == pytest.approx((1 + 2 * READ, 1 + 2 * READ, 0))
-
-
-IMAGES, FILTER = "f32[8,16,16,32]{3,2,1,0}", "f32[3,3,32,64]{3,2,1,0}"
-MADE = f"%images = {IMAGES} parameter(3)", f"%filter = {FILTER} parameter(4)"
+# Convolutions multiply no holes; attention of 4 heads of width 8, 16 tokens beside 32, twice: a mask saves nothing.
+IMAGES, FILTER, OUT = "f32[8,16,16,32]{3,2,1,0}", "f32[3,3,32,64]{3,2,1,0}", "f32[8,16,16,64]{3,2,1,0}"
+MADE = (f"%images = {IMAGES} parameter(3)", f"%filter = {FILTER} parameter(4)", f"%out = {OUT} parameter(5)",
+        "%l = f32[16,256,32]{2,1,0} parameter(6)", "%r = f32[16,32,64]{2,1,0} parameter(7)")  # fmt: skip
 WINDOW = "window={size=3x3 pad=1_1x1_1}, dim_labels=b01f_01io->b01f"
-OUT = "f32[8,16,16,64]{3,2,1,0}"
 SAME = 8 * 32 * 64 * (3 * 16) ** 2
+CONVOLUTIONS = {
+    "convolution": (f"%c = {OUT} convolution(%images, %filter), {WINDOW}", SAME),
+    "cudnn, forward": (f"%c = ({OUT}, u8[0]{{0}}) custom-call(%images, %filter), {WINDOW}, "
+                       'custom_call_target="__cudnn$convForward"', SAME),
+    "cudnn, of the filter": (f"%c = ({FILTER}, u8[0]{{0}}) custom-call(%images, %out), {WINDOW}, "
+                             'custom_call_target="__cudnn$convBackwardFilter"', SAME),
+    "cudnn, of the images": (f"%c = ({IMAGES}, u8[0]{{0}}) custom-call(%out, %filter), {WINDOW}, "
+                             'custom_call_target="__cudnn$convBackwardInput"', SAME),
+    "a batch of 16 matmuls, as a TPU writes it": (
+        "%c = f32[16,256,64]{2,1,0} convolution(%l, %r), window={size=16 stride=15 lhs_dilate=16}, "
+        "dim_labels=0bf_0io->0bf", 16 * 256 * 32 * 64),
+}  # fmt: skip
+Q, V = (f"%{name} = bf16[2,{tokens},4,8]{{3,2,1,0}} parameter(6)" for name, tokens in (("q", 16), ("k", 32)))
+ATTENDED = '%o = (bf16[2,16,4,8]{3,1,2,0}, u8[0]{0}) custom-call(%q, %k, %k), custom_call_target="__cudnn$'
+OF_ONE = 2 * (2 * 4 * 16 * 32 * 8) / (2 * FLOPS)
+
+# What is loaded is held from its start to its last use; what a loop carries, once.
+USED, AGAIN = f"%e = {M} add(%d, %l-done)", f"%g = {M} bitcast(%l-done)"
+CARRIED = f"({M}, {ON_HOST})"
+CARRYING = (
+    f"%body (t: {CARRIED}) -> {CARRIED} {{\n  %t = {CARRIED} parameter(0)\n"
+    f"  %x = {M} get-tuple-element(%t), index=0\n  %h = {ON_HOST} get-tuple-element(%t), index=1\n"
+    f"  %y = {M} negate(%x)\n  {L}\n  {L_DONE}\n  ROOT %r = {CARRIED} tuple(%l-done, %h)\n}}\n\n"
+    "%c (t: s32[]) -> pred[] {\n  %k = s32[] constant(3)\n}\n\n"
+)
+
+SCHEDULES = {
+    "a matmul": after(DOT, step=1, compute=1, link=0, exposed=0),
+    "a matmul whose operands are float32": after(DOT.replace("f32", "bf16"), compute=1),
+    "a matmul of bfloat16": after(*BF16, DOT.replace("%a, %b", "%c, %d"), compute=0.5),
+    "a sum": after(f"%d = {M} add(%a, %b)", compute=3 * READ),
+    "a copy": after(f"%d = {M} copy(%a)", compute=2 * READ),
+    "a reduction": after("%d = f32[256]{0} reduce(%a, %zero), dimensions={1}", compute=READ * (1 + 1 / 256)),
+    "a bitcast": after(f"%d = {M} bitcast(%a)", compute=0),
+    "a sum that stays in the cache": after("%d = f32[256,256]{1,0:S(1)} add(%a, %b)", compute=2 * READ),
+    "cublas": after(f"%d = ({M}, s8[0]{{0}}) custom-call(%a, %b), custom_call_target=\"__cublas$gemm\", "
+                    'backend_config={"lhs_contracting_dimensions":["1"]}', compute=1),
+    "an allocation": after(f'%d = ({M}, s8[0]{{0}}) custom-call(%a, %b), custom_call_target="AllocateBuffer"',
+                           compute=0),
+    "a matmul as a convolution": after(f"%d = {M} convolution(%a, %b), dim_labels=bf_io->bf", compute=1),
+    # copies beside a matmul
+    "hidden": copies(L, DOT, L_DONE, step=1, exposed=0),
+    "not hidden": copies(L, L_DONE, DOT, step=1.5, exposed=0.5),
+    "the third ends late": copies(L, K, N, DOT, N_DONE, step=1.5, exposed=0.5),
+    "one direction, one queue": copies(L, K, L_DONE, DOT, K_DONE, step=1.5, exposed=0.5),
+    "both directions at once": copies(*COPIES_BOTH, step=0.5, exposed=0.5),
+    "both directions in turn": copies(L, L_DONE, S, S_DONE, step=1, exposed=1),
+    "nothing waits for it but the end": copies(DOT, S, step=1.5, exposed=0.5),
+    # the store has half of its speed until the load ends, and then all
+    "1.5 times one way in both": copies(*COPIES_BOTH, chip=dataclasses.replace(CHIP, host_link_both=3 * MATRIX),
+                                        step=0.75, exposed=0.75, link=2 / 3),
+    "no more in both than one way": copies(*COPIES_BOTH, chip=dataclasses.replace(CHIP, host_link_both=2 * MATRIX),
+                                           step=1, link=1),
+    "a copy that is not asynchronous": after(f"%l = {M} copy(%h)", step=0.5 + READ, exposed=0.5, loaded=MATRIX),
+    # loops and branches; across iterations a queue goes on
+    "a loop that says how often": loop(TRIPS, (L, DOT, L_DONE), 5, step=7, compute=7, link=3.5, exposed=0),
+    "a loop that counts": loop(TRIPS.replace("known", "un"), (L, DOT, L_DONE), 5, step=5),
+    "a copy in flight across a loop": loop("", (DOT,), 3, ahead=(L,), behind=(L_DONE,), step=3, exposed=0),
+    "branches": after("%k = f32[] conditional(%i, %a, %a), branch_computations={%nothing, %matmul}", before=BRANCHES,
+                      step=1),
+    "two branches": after("%k = f32[] conditional(%p, %a, %a), true_computation=%matmul, false_computation=%nothing",
+                          before=BRANCHES, step=1),
+    "a call": after("%k = f32[] call(%a), to_apply=%matmul", before=BRANCHES, step=1),
+    # collectives
+    **{f"a gather of {each}, hidden": after(
+        SHARD, GATHER.replace("{GROUPS}", each), DOT, GATHERED, header=ON_FOUR, step=1, compute=1, exposed=0,
+        collectives=0.1875, exposed_collectives=0) for each in GROUPS},
+    **{f"a gather of {each}, exposed": after(
+        SHARD, GATHER.replace("{GROUPS}", each), GATHERED, DOT, header=ON_FOUR, step=1.1875, compute=1, exposed=0,
+        collectives=0.1875, exposed_collectives=0.1875) for each in GROUPS},
+    **{f"{name}, which nothing hides": after(
+        f"%r = {M} {name}(%a), {FOUR}", DOT, step=1 + s, compute=1, exposed_collectives=s)
+       for name, s in OTHERS.items()},
+    **{f"{name} in something asynchronous": after(
+        WRAPPED, DOT, *UNWRAPPED, before=computation("%wrapped", f"%r = {M} {name}(%a), {FOUR}"), step=1,
+        collectives=s, exposed_collectives=0) for name, s in OTHERS.items()},
+    **{f"{name} in something asynchronous, exposed": after(
+        WRAPPED, *UNWRAPPED, DOT, before=computation("%wrapped", f"%r = {M} {name}(%a), {FOUR}"), step=1 + s,
+        exposed_collectives=s) for name, s in OTHERS.items()},
+    "a copy beside a collective": after(L, f"%r = {M} all-reduce(%a), {FOUR}", L_DONE, step=0.5,
+                                        exposed_collectives=0.375, exposed=0.125),
+    "a gather that a TPU starts and ends in fusions": after(
+        *(f"%x{name} = u32[] fusion(), calls=%{name}" for name in THREE_PARTS),
+        before="".join(computation(f"%{name}", SHARD, *lines) for name, lines in THREE_PARTS.items()),
+        step=1, compute=1, collectives=0.1875, exposed_collectives=0),
+    "a scatter that a TPU writes as an all-reduce in a fusion": after(
+        f"%f = f32[64,256]{{1,0}} fusion(%a), calls={SCATTER}",
+        before=computation(SCATTER, f"%r = {M} all-reduce(%a), {FOUR}"), collectives=0.1875),
+    # fusions: around a matmul as long as multiplying or as its memory, whichever is longer
+    **{name: fusion(*each) for name, each in FUSIONS.items()},
+    **{f"{name}, nested": fusion(*each, nested=True) for name, each in FUSIONS.items()},
+    "a stack returned beside its row": fusion(*BESIDE),
+    "a fusion around a matmul": after(f"%x = {M} fusion(%a, %b), calls=%f", before=IN_A_FUSION, compute=1),
+    "a fusion around a matmul and a stack": after(STACKED, f"%x = {STACK} fusion(%stack, %a), calls=%f",
+                                                  before=INTO_A_STACK, compute=49 * READ),
+    "a row copied beside a matmul": after(STACKED, ROW_START, DOT, ROW_DONE, before=ONE_ROW, step=1),
+    "a row copied before a matmul": after(STACKED, ROW_START, ROW_DONE, DOT, before=ONE_ROW, step=1 + 2 * READ,
+                                          compute=1 + 2 * READ, exposed=0),
+    **{name: after(*MADE, line, chip=NO_MEMORY, compute=2 * products / FLOPS)
+       for name, (line, products) in CONVOLUTIONS.items()},
+    **{f"attention by {target}": after(Q, V, f'{ATTENDED}{target}"', chip=NO_MEMORY, compute=matmuls * OF_ONE)
+       for target, matmuls in (("fmhaSoftmax", 2), ("fmhaSoftmaxBackward", 5))},
+    # windows
+    "nothing is loaded": after(DOT, window=0),
+    "one load": after(L, DOT, L_DONE, USED, window=1),
+    "two loads in turn": after(L, L_DONE, DOT, USED, K, K_DONE, window=1),
+    "two loads at once": after(L, L_DONE, DOT, K, USED, K_DONE, window=2),
+    "a load that is used again": after(L, L_DONE, DOT, USED, AGAIN, K, K_DONE, f"ROOT %f = {M} negate(%g)", window=2),
+    "a loop that loads the next": after(
+        L, L_DONE, f"%i = {CARRIED} tuple(%l-done, %h)", f"%w = {CARRIED} while(%i), condition=%c, body=%body",
+        before=CARRYING, window=1),
+}  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("line", "products"),
-    [
-        (f"%c = {OUT} convolution(%images, %filter), {WINDOW}", SAME),
-        (f"%c = ({OUT}, u8[0]{{0}}) custom-call(%images, %filter), {WINDOW}, "
-         'custom_call_target="__cudnn$convForward"', SAME),
-        (f"%c = ({FILTER}, u8[0]{{0}}) custom-call(%images, %out), {WINDOW}, "
-         'custom_call_target="__cudnn$convBackwardFilter"', SAME),
-        (f"%c = ({IMAGES}, u8[0]{{0}}) custom-call(%out, %filter), {WINDOW}, "
-         'custom_call_target="__cudnn$convBackwardInput"', SAME),
-        # a batch of 16 matmuls, as a TPU writes it
-        ("%c = f32[16,256,64]{2,1,0} convolution(%l, %r), window={size=16 stride=15 lhs_dilate=16}, "
-         "dim_labels=0bf_0io->0bf", 16 * 256 * 32 * 64),
-    ],
-)  # fmt: skip
-def test_convolutions_multiply_no_holes(line, products):
-    batch = ("%l = f32[16,256,32]{2,1,0} parameter(6)", "%r = f32[16,32,64]{2,1,0} parameter(7)")
-    assert run(*MADE, f"%out = {OUT} parameter(5)", *batch, line, chip=NO_MEMORY).compute == pytest.approx(
-        2 * products / FLOPS
-    )
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_a_schedule(name):
+    (lines, before, header, chip), figures = SCHEDULES[name]
+    timeline = run(*lines, before=before, header=header, chip=chip)
+    found = {figure: getattr(timeline, figure) / (MATRIX if figure == "window" else 1) for figure in figures}
+    assert found == pytest.approx(figures, rel=1e-5, abs=1e-9)  # an index is read too
 
 
-@pytest.mark.parametrize(("target", "matmuls"), [("fmhaSoftmax", 2), ("fmhaSoftmaxBackward", 5)])
-def test_fused_attention(target, matmuls):
-    """Of 4 heads of width 8, 16 tokens beside 32, twice. A mask saves nothing here."""
-    q, k = (f"%{name} = bf16[2,{tokens},4,8]{{3,2,1,0}} parameter(6)" for name, tokens in (("q", 16), ("k", 32)))
-    out = f'%o = (bf16[2,16,4,8]{{3,1,2,0}}, u8[0]{{0}}) custom-call(%q, %k, %k), custom_call_target="__cudnn${target}"'
-    assert run(q, k, out, chip=NO_MEMORY).compute == pytest.approx(matmuls * 2 * (2 * 4 * 16 * 32 * 8) / (2 * FLOPS))
+def test_both_ways_share_the_link():
+    """At once they reach 1.5 times one way: the load ends first."""
+    m = run(*COPIES_BOTH, chip=dataclasses.replace(CHIP, host_link_both=3 * MATRIX))
+    assert [s.end for s in m.segments] == pytest.approx([0.5, 0.75])
 
 
 @pytest.mark.parametrize(("target", "chip"), [(H200, "h200"), (V5E, "v5e")])
