@@ -1,7 +1,6 @@
 """The link between host and device: each direction alone, both at once, by size of a copy and copies in flight.
 
-The copies are those of a compiled JAX program, as in a training step; where torch is installed, the driver's
-asynchronous copies between pinned and device memory too, as the ceiling. Bytes per second.
+The copies are those of a compiled JAX program, as in a training step. Bytes per second.
 """
 
 from __future__ import annotations
@@ -17,14 +16,13 @@ import numpy as np
 ALONE, TIMED = False, True
 MIB = 2**20
 SIZES = [64, 16, 256, 8, 32, 128, 4, 512, 2, 1]  # real leaves have the first of these sizes
-DRIVER = "by the driver"
 IN_FLIGHT = [1, 2, 4, 16]
 LIMIT = "xla_gpu_experimental_parallel_async_compute_limit"
 DIRECTIONS = {"load": (True, False), "store": (False, True), "both": (True, True)}
 
 
 def cases(toy: bool) -> list[str]:
-    return ["1 MiB"] if toy else [*(f"{mib} MiB" for mib in SIZES), DRIVER]
+    return [f"{mib} MiB" for mib in ([1] if toy else SIZES)]
 
 
 def copies(size: int, total: int) -> int:
@@ -72,33 +70,6 @@ def in_jax(total: int, sizes: list[int], repeats: int) -> Iterator[dict[str, Any
             del args
 
 
-def in_torch(total: int, sizes: list[int], repeats: int) -> Iterator[dict[str, Any]]:
-    """The driver's copies, one stream per direction, all enqueued at once."""
-    import torch
-
-    if not torch.cuda.is_available():
-        return
-    streams = [torch.cuda.Stream(), torch.cuda.Stream()]
-    for mib in sizes:
-        n = copies(mib * MIB, total)
-        host = [torch.randint(0, 255, (mib * MIB,), dtype=torch.uint8).pin_memory() for _ in range(2)]
-        device = [h.cuda() for h in host]
-
-        def run(loads: bool, stores: bool, n: int = n, host: Any = host, device: Any = device) -> None:
-            for _ in range(n):
-                if loads:
-                    with torch.cuda.stream(streams[0]):
-                        device[0].copy_(host[0], non_blocking=True)
-                if stores:
-                    with torch.cuda.stream(streams[1]):
-                        host[1].copy_(device[1], non_blocking=True)
-            torch.cuda.synchronize()
-
-        for direction, ways in DIRECTIONS.items():
-            rate = n * mib * MIB / median_seconds(lambda w=ways, r=run: r(*w), repeats)
-            yield row("driver", direction, mib, n, rate)
-
-
 def row(by: str, direction: str, mib: int, in_flight: int, rate: float) -> dict[str, Any]:
     """``rate``: bytes per second in each direction that is in use."""
     return {"by": by, "direction": direction, "mib": mib, "in_flight": in_flight, "bytes_per_second": rate}
@@ -106,6 +77,4 @@ def row(by: str, direction: str, mib: int, in_flight: int, rate: float) -> dict[
 
 def run(name: str, toy: bool) -> dict[str, Any]:
     total, repeats = (4 * MIB, 1) if toy else (2 << 30, 5)
-    if name == DRIVER:
-        return {"rows": list(in_torch(total, sorted(SIZES), repeats))}
     return {"rows": list(in_jax(total, [int(name.split()[0])], repeats))}

@@ -32,48 +32,9 @@ def failing(parts):
     raise KeyError("a policy")
 
 
-BROKEN = {
-    "lacks": (without_a_part, "CannotRewrite: (a part reads|no part makes)"),
-    "types": (with_results_exchanged, "CannotRewrite: a part makes .* in place of"),
-    "fails": (failing, "KeyError: 'a policy'"),
-}
-
-
-@pytest.mark.parametrize("way", [jo.jit, jo.pipelined])
-@pytest.mark.parametrize("kind", BROKEN)
-def test_a_broken_policy_costs_time_and_no_number(kind, way, monkeypatch):
-    broken, why = BROKEN[kind]
-    decided = rewritten.parts_of
-
-    def parts_of(program):
-        found = decided(program)
-        return None if found is None else dataclasses.replace(found, parts=broken(found.parts))
-
-    monkeypatch.setattr(rewritten, "parts_of", parts_of)
-    with pytest.warns(UserWarning, match=f"its rewriting failed .{why}"):
-        table = assert_as_plain(step_of, offloaded(ADAMW), ADAMW, way)
-    assert "its rewriting failed" in str(table)
-
-
-def test_a_broken_cut_of_a_driven_step_costs_time_and_no_number(monkeypatch):
-    """The programs that overlap best lack one: the step runs in those that it was cut in."""
-    cut = driven.arranged
-
-    def arranged(step, **how):
-        step = cut(step, **how)
-        return dataclasses.replace(step, stages=step.stages[1:])
-
-    monkeypatch.setattr(driven, "arranged", arranged)
-    with pytest.warns(
-        UserWarning, match="runs in fewer programs, .* its rewriting failed .CannotRewrite: a part reads"
-    ):
-        assert_as_plain(step_of, offloaded(ADAMW, update_on="host"), ADAMW)
-
-
 def with_an_early_load(program, found):
     """The update's equation ahead of what makes its gradients."""
-    eqns = sorted(found.eqns, key=lambda eqn: not is_update(eqn))
-    return dataclasses.replace(found, eqns=eqns)
+    return dataclasses.replace(found, eqns=sorted(found.eqns, key=lambda eqn: not is_update(eqn)))
 
 
 def with_another_memory(program, found):
@@ -84,14 +45,40 @@ def with_another_memory(program, found):
     return dataclasses.replace(found, eqns=[eqn.replace(invars=ins) if eqn is made else eqn for eqn in found.eqns])
 
 
-@pytest.mark.parametrize(
-    ("broken", "why"),
-    [(with_an_early_load, "a part reads .*, and none before"), (with_another_memory, "an update has .* in place of")],
-)
-def test_gradients_that_cannot_wait_on_the_host_wait_on_the_device(broken, why, monkeypatch):
-    of_update = rotated._of_update
-    monkeypatch.setattr(rotated, "_of_update", lambda program, *args: broken(program, of_update(program, *args)))
-    with pytest.warns(
-        UserWarning, match=f"gradients wait on the device, as its rewriting failed .CannotRewrite: {why}"
-    ):
-        assert_as_plain(step_of, offloaded(ADAMW), ADAMW, jo.pipelined, gradients="host")
+def parts_of(broken):
+    return lambda found: found and dataclasses.replace(found, parts=broken(found.parts))
+
+
+def fewer_stages(found):
+    """The programs that overlap best lack one: the step runs in those that it was cut in."""
+    return dataclasses.replace(found, stages=found.stages[1:])
+
+
+HOST = {"gradients": "host"}
+WAITS = "gradients wait on the device, as its rewriting failed .CannotRewrite: "
+BROKEN = [  # the decision, what breaks its result, the step, its options, and what is said
+    *((rewritten, "parts_of", parts_of(broken), way, {}, f"its rewriting failed .{why}")
+      for way in (jo.jit, jo.pipelined)
+      for broken, why in ((without_a_part, "CannotRewrite: (a part reads|no part makes)"),
+                          (with_results_exchanged, "CannotRewrite: a part makes .* in place of"),
+                          (failing, "KeyError: 'a policy'"))),
+    (driven, "arranged", fewer_stages, jo.jit, {},
+     "runs in fewer programs, .* its rewriting failed .CannotRewrite: a part reads"),
+    (rotated, "_of_update", with_an_early_load, jo.pipelined, HOST, WAITS + "a part reads .*, and none before"),
+    (rotated, "_of_update", with_another_memory, jo.pipelined, HOST, WAITS + "an update has .* in place of"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("module", "name", "broken", "way", "options", "why"), BROKEN)
+def test_a_broken_policy_costs_time_and_no_number(module, name, broken, way, options, why, monkeypatch):
+    decide = getattr(module, name)
+
+    def decided(program, *args, **how):
+        found = decide(program, *args, **how)
+        return broken(program, found) if module is rotated else broken(found)
+
+    monkeypatch.setattr(module, name, decided)
+    tx = offloaded(ADAMW, **({"update_on": "host"} if module is driven else {}))
+    with pytest.warns(UserWarning, match=why):
+        table = assert_as_plain(step_of, tx, ADAMW, way, **options)
+    assert module is not rewritten or "its rewriting failed" in str(table)

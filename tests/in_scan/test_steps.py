@@ -4,14 +4,13 @@ Random steps have the rest; tests/test_random_steps.py says which of those move.
 """
 
 import functools
-import re
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_offload as jo
@@ -37,7 +36,7 @@ from tests.support.steps import (
     placement,
     step_of,
 )
-from tests.support.trees import assert_close, shardings_in
+from tests.support.trees import assert_close
 
 OLDEST = pytest.mark.oldest("jaxprs as they are written")
 DAILY = pytest.mark.daily("nothing else asks these questions")
@@ -130,8 +129,60 @@ def beside_others(w, x):
     return jax.lax.scan(body, x, (w, jnp.arange(LAYERS)))[0]
 
 
+def read_twice(w, x):
+    """Groups of layers, which the scan over groups reads too."""
+    group = lambda x, ws: (scanned(ws, x) + ws.mean(), None)  # noqa: E731
+    return jax.lax.scan(group, x, w.reshape(2, -1, *w.shape[1:]))[0]
+
+
+def none_first(params, batch):
+    """A stack of no layers, as configurations have it, and then the other one."""
+    x = scanned(params["layers"], scanned(params["none"], batch["x"]))
+    return ((x @ params["head"] - batch["y"]) ** 2).mean() + (params["bias"] ** 2).sum()
+
+
+def two_stacks(params, batch):
+    pairs = params["layers"], params["more"]
+    x = jax.lax.scan(lambda x, p: (layer(layer(x, p[0]), p[1]), None), batch["x"], pairs)[0]
+    return ((x @ params["head"] + params["bias"] - batch["y"]) ** 2).mean()
+
+
+def meeting(tx):
+    """A leaf that two gradients meet: one overwrites it; the other, which would read it or be written there, stays."""
+
+    def step(params, state, batch):
+        grads = jax.grad(two_stacks)(params, batch)
+        return *new_params(tx, "update", grads, state, params), params["layers"] + grads["more"]
+
+    return step
+
+
+def stacked_in_the_step(dtype):
+    """Of bfloat16 the stack alone is, else it has another reader too. Smaller layers are updated in one loop."""
+
+    def loss(params, batch):
+        stack = jnp.stack([w.astype(dtype) for w in params])
+        seen = 0 * jax.lax.stop_gradient(stack).sum() if dtype == jnp.float32 else 0
+        return ((scanned(stack, batch.astype(dtype)).astype(jnp.float32) + seen) ** 2).mean()
+
+    return lambda tx: step_of(tx, loss=loss)
+
+
+def large():
+    """Layers of 4 MiB, each a leaf, and batches."""
+    keys = [jax.random.key(k) for k in range(6)]
+    return {
+        "params": committed(tuple(jax.random.normal(key, (1024, 1024)) / 1024 for key in keys)),
+        "batches": [committed(jax.random.normal(key, (8, 1024))) for key in keys[:2]],
+    }
+
+
 GRADIENTS, OF_GROUPS = jax.grad(loss_of), jax.grad(lambda p, batch: (in_groups(p["layers"], batch["x"]) ** 2).mean())
-STEPS = {  # whether the update of the stack moves, or why it does not
+BY_HAND = functools.partial(in_groups, remat=lambda f: f)
+TURNED = lambda: {"way": jo.pipelined, "inner": CLIPPED}  # noqa: E731  (where the pending update runs in the forward pass)
+LARGE = pytest.mark.long("large layers")
+# Whether the update of the stack moves, or why it does not; and arguments of ``assert_as_plain``.
+STEPS = {
     # a minimum over all layers begins with the first layer, and not with zero
     "the smallest gradient": (of_gradients(GRADIENTS, lambda grads: jnp.abs(grads["layers"]).min()), True),
     "raveled gradients": (  # in which a layer is many rows
@@ -140,46 +191,51 @@ STEPS = {  # whether the update of the stack moves, or why it does not
     ),
     "several steps in one": (in_a_loop, True),
     "gradients in a Ref": (of_gradients(summed_in_a_ref), True),
-    "backwards by their number": (of_network(lambda w, x: by_number(w, x, lambda k: LAYERS - 1 - k)), False),
-    "a backward pass by hand": (of_gradients(by_hand), False),
+    "backwards by their number": (of_network(lambda w, x: by_number(w, x, lambda k: LAYERS - 1 - k)), ""),
+    "a backward pass by hand": (of_gradients(by_hand), ""),
     "two passes at once": (of_network(lambda w, x: scanned(w, x) * scanned(w, x[::-1])), True),
     "two passes of casts": (of_network(lambda w, x: scanned(w * 1, x) - scanned(w.astype(jnp.bfloat16), x)), True),
     "a stack that its scan reads whole too": (of_network(beside_others), True),
     "groups of layers": (of_network(in_groups), True),
-    "groups of layers, by hand": (of_network(functools.partial(in_groups, remat=lambda f: f)), True),
+    "groups of layers, by hand": (of_network(BY_HAND), True),
     "groups of layers, scaled": (of_network(functools.partial(in_groups, scale=2.0)), "merges its layers"),
     "groups of layers, gradients returned": (of_gradients(OF_GROUPS, lambda grads: grads["layers"]), True),
-}
+    "groups of layers, turned": (of_network(in_groups), True, TURNED),
+    "groups of layers by hand, turned": (of_network(BY_HAND), True, TURNED),
+    "groups of layers read twice, turned": (
+        of_network(read_twice), "reads them outside of the scan inside it", TURNED),
+    "no layers": (
+        lambda tx: step_of(tx, loss=none_first), True,
+        lambda: {"params": parameters() | {"none": committed(jnp.zeros((0, WIDTH, WIDTH)))}}),
+    "two gradients that meet": (
+        meeting, "two gradients", lambda: {"params": parameters() | {"more": parameters(seed=1)["layers"]}}),
+    "layers that the step stacks": (stacked_in_the_step(jnp.float32), None, large),
+    "layers that the step stacks, in bfloat16": (
+        stacked_in_the_step(jnp.bfloat16), None, lambda: large() | {"rtol": 5e-2}),
+}  # fmt: skip
 
 
 @OLDEST
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(name, marks=[DAILY] * (name in ("the smallest gradient", "raveled gradients"))) for name in STEPS],
+    [
+        pytest.param(name, marks=[DAILY] * (k < 2) + [LARGE] * ("the step stacks" in name))
+        for k, name in enumerate(STEPS)
+    ],
 )
 def test_the_numbers_are_those_of_the_plain_step(name):
-    make, expected = STEPS[name]
-    table = assert_as_plain(make, offloaded(ADAMW), ADAMW)
+    make, expected, given = (*STEPS[name], dict)[:3]
+    how = {"inner": ADAMW, "way": jo.jit} | given()
+    inner, where = how.pop("inner"), IN_FORWARD if how["way"] is jo.pipelined else IN_BACKWARD
+    table = assert_as_plain(make, offloaded(inner), inner, **how)
     if expected is True:
-        assert all_moved(table), table
+        assert all_moved(table, where), table
+    elif expected is None:  # no leaf is a stack
+        assert table.stays == ()
     else:
-        assert table.stays and (expected or "") in " ".join(table.stays)
-
-
-@OLDEST
-@pytest.mark.parametrize("kind", ["checkpointed", "as they are", "read outside of the inner scan"])
-def test_groups_of_layers_read_the_new_parameters(kind):
-    """The pending update runs in the inner scan, if nothing else in the scan over groups reads its layers."""
-
-    def read_twice(w, x):
-        group = lambda x, ws: (scanned(ws, x) + ws.mean(), None)  # noqa: E731
-        return jax.lax.scan(group, x, w.reshape(2, -1, *w.shape[1:]))[0]
-
-    once = in_groups if kind == "checkpointed" else functools.partial(in_groups, remat=lambda f: f)
-    make = of_network(read_twice if "outside" in kind else once)
-    table = assert_as_plain(make, offloaded(CLIPPED), CLIPPED, jo.pipelined)
-    assert ("reads them outside of the scan inside it" in " ".join(table.stays)) == ("outside" in kind), table.stays
-    assert all_moved(table, IN_FORWARD) == ("outside" not in kind)
+        assert table.stays and expected in " ".join(table.stays)
+    if expected == "two gradients":
+        assert sum(moved(table).values()) == 2
 
 
 @OLDEST
@@ -261,61 +317,6 @@ def test_a_mutable_array_among_the_arguments():
 
 
 # ---- which leaves move
-
-
-@pytest.mark.long("large layers")
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-def test_layers_that_the_step_stacks(dtype):
-    """Of bfloat16 the stack alone is, else it has another reader too. Smaller layers are updated in one loop."""
-
-    def loss(params, batch):
-        stack = jnp.stack([w.astype(dtype) for w in params])
-        x = jax.lax.scan(lambda x, w: (layer(x, w), None), batch.astype(dtype), stack)[0]
-        seen = 0 * jax.lax.stop_gradient(stack).sum() if dtype == jnp.float32 else 0
-        return ((x.astype(jnp.float32) + seen) ** 2).mean()
-
-    params = committed(tuple(jax.random.normal(jax.random.key(k), (1024, 1024)) / 1024 for k in range(6)))
-    batches = [committed(jax.random.normal(jax.random.key(k), (8, 1024))) for k in range(2)]
-    make, rtol = lambda tx: step_of(tx, loss=loss), 1e-4 if dtype == jnp.float32 else 5e-2
-    table = assert_as_plain(make, offloaded(ADAMW), ADAMW, params=params, batches=batches, rtol=rtol)
-    assert table.stays == ()
-
-
-@OLDEST
-def test_no_layers():
-    """A stack of none, as configurations have it; the other moves."""
-
-    def loss(params, batch):
-        x = batch["x"]
-        for name in ("none", "layers"):
-            x, _ = jax.lax.scan(lambda x, w: (layer(x, w), None), x, params[name])
-        return ((x @ params["head"] - batch["y"]) ** 2).mean() + (params["bias"] ** 2).sum()
-
-    params = parameters() | {"none": committed(jnp.zeros((0, WIDTH, WIDTH)))}
-    table = assert_as_plain(lambda tx: step_of(tx, loss=loss), offloaded(ADAMW), ADAMW, params=params)
-    assert all_moved(table)
-
-
-def two_stacks(params, batch):
-    x = jax.lax.scan(lambda x, p: (layer(layer(x, p[0]), p[1]), None), batch["x"], (params["layers"], params["more"]))[
-        0
-    ]
-    return ((x @ params["head"] + params["bias"] - batch["y"]) ** 2).mean()
-
-
-def test_a_leaf_that_two_gradients_meet():
-    """One of them overwrites it; the other, which would read it or be written there too, stays."""
-
-    def make(tx):
-        def step(params, state, batch):
-            grads = jax.grad(two_stacks)(params, batch)
-            return *new_params(tx, "update", grads, state, params), params["layers"] + grads["more"]
-
-        return step
-
-    params = parameters() | {"more": parameters(seed=1)["layers"]}
-    table = assert_as_plain(make, offloaded(ADAMW), ADAMW, params=params)
-    assert sum(moved(table).values()) == 2 and "two gradients" in " ".join(table.stays)
 
 
 @pytest.mark.parametrize("clipped", [True, False])
@@ -450,87 +451,3 @@ def test_gradients_from_a_shard_map(how, way):
     stays = how == "two updates" or "divided" in how or (outside and way is jo.jit)
     if not stays and not (check_vma and jax.__version_info__ < (0, 11)):
         assert all_moved(table, IN_FORWARD if way is jo.pipelined else IN_BACKWARD), table
-
-
-# ---- lowered programs
-
-
-@OLDEST
-def test_a_tpu_is_told_what_runs_behind_the_gate():
-    """On a TPU alone, a gradient that the gate does not need reads values behind it: one barrier more."""
-    tx = offloaded(ADAMW)
-    traced = jo.jit(step_of(tx)).trace(parameters(), tx.init(parameters()), batch(0))
-    tpu, cuda = (
-        traced.lower(lowering_platforms=(name,)).as_text().count("optimization_barrier") for name in ("tpu", "cuda")
-    )
-    assert tpu == cuda + 1
-
-
-@pytest.mark.skipif(jax.__version_info__ < (0, 12), reason="the XLA of jax 0.10 copies them still")
-@pytest.mark.parametrize("way", [jo.jit, jo.pipelined])
-def test_no_stack_is_copied_in_an_iteration(way):
-    """Copies of whole stacks, on a CPU, would take a seventh of a step of 8 layers."""
-    tx = offloaded(ADAMW if way is jo.jit else CLIPPED)
-    step, args = way(step_of(tx), donate_argnums=(0, 1)), (parameters(), tx.init(parameters()), batch(0))
-    if way is jo.pipelined:
-        step, args, _ = step.turned(*args)
-    text, stack = step.lower(*args).compile().as_text(), rf"f32\[{LAYERS},{WIDTH},{WIDTH}\]"
-    bodies = "".join(part for part in re.split(r"\n(?=\S)", text) if not part.startswith("ENTRY"))
-    assert re.search(stack, bodies) and not re.search(rf"= {stack}\S* copy\(", bodies)
-
-
-# ---- on a mesh of 8 devices; their numbers: tests/test_equivalence.py
-
-
-FSDP = {"layers": P(None, "data", None), "head": P("data"), "bias": P()}
-COLUMNS = {"layers": P(None, None, "data"), "head": P("data"), "bias": P()}
-TWO_AXES = {"layers": P(None, "data", "model"), "head": P("model"), "bias": P()}
-WHOLE = {"layers": P(), "head": P(), "bias": P()}
-ZERO = {"shard_over": "data"}
-CASES = [  # the step, how it is divided, its axes, and options of jo.offload
-    ("jo.jit", FSDP, AxisType.Auto, {}),
-    ("jo.jit", TWO_AXES, AxisType.Explicit, {}),
-    ("jo.jit", WHOLE, AxisType.Auto, ZERO),
-    ("pipelined", FSDP, AxisType.Auto, {}),
-    ("pipelined, host", TWO_AXES, AxisType.Explicit, {}),
-    ("pipelined", WHOLE, AxisType.Auto, ZERO | {"fraction": 0.25}),
-    ("jo.jit", COLUMNS, AxisType.Auto, {}),
-]
-
-
-def gathered(p, axes):
-    """Under explicit axes jax wants that said."""
-    if axes == AxisType.Explicit:
-        return jax.sharding.reshard(p, P(*[None] * p.ndim))
-    return jax.lax.with_sharding_constraint(p, NamedSharding(jax.sharding.get_abstract_mesh(), P()))
-
-
-@pytest.mark.oldest("the whole step on a mesh")
-@pytest.mark.parametrize(("way", "specs", "axes", "options"), CASES)
-def test_each_layer_gathers_its_weights_where_it_runs(way, specs, axes, options):
-    mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(axes,) * 2)
-    tx = offloaded(ADAMW if way == "jo.jit" else CLIPPED, **options)
-
-    def layer(x, w):
-        return x + jnp.tanh(x @ gathered(w, axes))
-
-    def loss(params, batch):
-        rest = {name: gathered(params[name], axes) for name in ("head", "bias")}
-        return loss_of(params | rest, batch, layer=layer)
-
-    def abstract(x, spec):
-        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec))
-
-    with jax.set_mesh(mesh):
-        params = {name: abstract(x, specs[name]) for name, x in parameters().items()}
-        args = params, jo.abstract_state(tx, params), {name: abstract(x, P("data")) for name, x in batch(0).items()}
-        if way == "jo.jit":
-            home = shardings_in(args[:2])
-            step = jo.jit(step_of(tx, loss=loss), donate_argnums=(0, 1), out_shardings=(*home, None))
-            assert all_moved(jo.placement(step, *args))
-        else:
-            gradients = "host" if "host" in way else "device"
-            train = jo.pipelined(step_of(tx, loss=loss), donate_argnames=("params", "state"), gradients=gradients)
-            step, args, _ = train.turned(*args)
-        text = step.lower(*args).compile().as_text()
-    assert " all-gather" in text and not re.findall(rf"\[{LAYERS},{WIDTH},{WIDTH}\]\S* all-gather", text)
