@@ -134,7 +134,6 @@ def compiled(results: Found) -> str:
 def driven(results: Found) -> str:
     def row(r: dict[str, Any]) -> list[str]:
         return [
-            f"{max(r['after_a_step'].values()):.0e}",
             f"{r['losses_apart'][-1]:.0e}",
             milliseconds(r["median_step_seconds"]),
             milliseconds(r["resident_median_step_seconds"]),
@@ -142,8 +141,8 @@ def driven(results: Found) -> str:
             right(r),
         ]
 
-    head = " case | worst leaf after a step | last loss | step, ms | … resident | stayed in their memory | "
-    return table(head, without(results, 6, row))
+    head = " case | last loss | step, ms | … resident | stayed in their memory | "
+    return table(head, without(results, 5, row))
 
 
 TABLES = {each.__name__: each for each in (values, random, reports, link, steps, compiled, driven)}

@@ -24,7 +24,7 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 
 import jax_offload as jo
 from tests.aot import zoo
-from tests.aot.harness import array, mesh_for, on_a_fixed_link
+from tests.aot.harness import mesh_for, on_a_fixed_link
 from tests.aot.kinds import HIDDEN, KINDS, MARK, PAGE, Kind, resident, table
 from tests.aot.model import loss as toy_loss
 from tests.aot.model import two_by_two
@@ -49,7 +49,7 @@ class Row:
     """One compiled step.
 
     Attributes:
-      model: a key of ``MODELS`` or ``STEPS``.
+      model: a key of ``MODELS``.
       tokens: tokens per step and device.
       optimizer: a name that says the options, and what makes the optimizer.
       way: ``"jit"``, ``"jo.jit"``, ``"pipelined"`` or ``"pipelined, gradients on the host"``; with ``AWAY`` the
@@ -72,10 +72,12 @@ class Row:
         return " | ".join((self.model, f"{self.tokens} tokens", self.optimizer[0], self.way, where))
 
 
-def stack(layers: int, *shape: int, around: Callable[[Any], Any] = lambda loss: loss) -> Callable[[], Any]:
+def stack(
+    layers: int, *shape: int, around: Callable[[Any], Any] = lambda loss: loss, batches: tuple[int, ...] = ()
+) -> Callable[[], Any]:
     loss = around(two_by_two if len(shape) == 3 else toy_loss)
     params = {"w": (layers, *shape)}
-    return lambda: (params, lambda tokens: ((tokens, shape[-1]), jnp.float32), loss)
+    return lambda: (params, lambda tokens: ((*batches, tokens, shape[-1]), jnp.float32), loss)
 
 
 def unrolled(layers: int, width: int) -> Callable[[], tuple[Tree, Any, Any]]:
@@ -145,58 +147,46 @@ MODELS: dict[str, tuple[Callable[[], tuple[Tree, Any, Any]], Any]] = {
 }
 
 
-def three_in_a_scan(row: Row) -> tuple[Any, tuple[Any, ...]]:
+def plain_step(tx: Any, loss: Any, params: Tree, state: Tree, batch: Any) -> Any:
+    """A step by ``tx.update``."""
+    value, grads = jax.value_and_grad(loss)(params, batch)
+    updates, state = tx.update(grads, state, params)
+    return optax.apply_updates(params, updates), state, value
+
+
+def step_of(tx: Any, loss: Any, params: Tree, state: Tree, batch: Any) -> Any:
+    value, grads = jax.value_and_grad(loss)(params, batch)
+    return *jo.update_params(tx, grads, state, params), value
+
+
+def three_in_a_scan(tx: Any, loss: Any, params: Tree, state: Tree, batches: Any) -> Any:
     """Three steps in one program; each is rewritten as a step of its own."""
-    tx, params = row.optimizer[1](), {"w": array(8, 4096, 4096)}
 
-    def step(params: Tree, state: Tree, xs: Any) -> Any:
-        def one(carry: Any, x: Any) -> Any:
-            return jo.update_params(tx, jax.grad(toy_loss)(carry[0], x), carry[1], carry[0]), None
+    def one(carry: Any, x: Any) -> Any:
+        return jo.update_params(tx, jax.grad(loss)(carry[0], x), carry[1], carry[0]), None
 
-        return jax.lax.scan(one, (params, state), xs)[0]
-
-    args = params, jo.abstract_state(tx, params), array(3, row.tokens, 4096)
-    return jo.jit(step, donate_argnums=(0, 1)), args
+    return jax.lax.scan(one, (params, state), batches)[0]
 
 
-def of_microbatches(row: Row) -> tuple[Any, tuple[Any, ...]]:
+def of_microbatches(tx: Any, loss: Any, params: Tree, state: Tree, batches: Any) -> Any:
     """Four microbatches in a scan. The last one hosts the update, or the first one if the step is turned round."""
-    tx, params = row.optimizer[1](), {"w": array(12, 2, 4096, 4096)}
 
-    def step(params: Tree, state: Tree, batches: Any) -> Any:
-        def add(total: Tree, x: Any) -> Any:
-            value, grads = jax.value_and_grad(two_by_two)(params, x)
-            return jax.tree.map(jnp.add, total, grads), value
+    def add(total: Tree, x: Any) -> Any:
+        value, grads = jax.value_and_grad(loss)(params, x)
+        return jax.tree.map(jnp.add, total, grads), value
 
-        grads = jax.lax.scan(add, jax.tree.map(jnp.zeros_like, params), batches)[0]
-        return jo.update_params(tx, grads, state, params)
-
-    wrap = jo.pipelined if row.way.startswith("pipelined") else jo.jit
-    state, away = jo.abstract_state(tx, params), row.way.endswith(AWAY)
-    args = jo.to_host(params) if away else params, state, array(4, row.tokens, 4096)
-    return wrap(step, donate_argnames=("params", "state")), args
+    grads = jax.lax.scan(add, jax.tree.map(jnp.zeros_like, params), batches)[0]
+    return jo.update_params(tx, grads, state, params)
 
 
-def of_a_moved_state(row: Row) -> tuple[Any, tuple[Any, ...]]:
-    """A trainer has moved the state to the device: it goes home in the step."""
-    tx, params = row.optimizer[1](), {f"w{k:03d}": array(4096, 4096) for k in range(16)}
-    home = jo.abstract_state(tx, params)
-    moved = jax.tree.map(lambda x: x.update(sharding=x.sharding.with_memory_kind("device")), home)
-
-    def step(params: Tree, state: Tree, x: Any) -> Any:
-        updates, state = tx.update(jax.grad(toy_loss)(params, x), state, params)
-        return optax.apply_updates(params, updates), state
-
-    out = jax.tree.map(lambda x: x.sharding, (params, home))
-    return jax.jit(step, donate_argnums=(0, 1), out_shardings=out), (params, moved, array(row.tokens, 4096))
-
-
-MOVED = "16x4096^2 unrolled, the state moved to the device"
+MOVED = "16x4096^2 unrolled, the state moved to the device"  # by a trainer: it goes home in the step
 MICROBATCHES = "12x(2x4096^2) scanned, four microbatches"
-STEPS: dict[str, Callable[[Row], tuple[Any, tuple[Any, ...]]]] = {
-    "8x4096^2 scanned, three steps in a scan": three_in_a_scan,
-    MICROBATCHES: of_microbatches,
-    MOVED: of_a_moved_state,
+THREE = "8x4096^2 scanned, three steps in a scan"
+STEPS = {THREE: three_in_a_scan, MICROBATCHES: of_microbatches, MOVED: lambda *given: plain_step(*given)[:2]}
+MODELS |= {
+    THREE: (stack(8, 4096, 4096, batches=(3,)), jnp.float32),
+    MICROBATCHES: (stack(12, 2, 4096, 4096, batches=(4,)), jnp.float32),
+    MOVED: (unrolled(16, 4096), jnp.float32),
 }
 RESIDENT = ("resident", lambda: ADAMW)
 OFFLOAD = ("adamw", lambda: jo.offload(ADAMW))
@@ -266,8 +256,8 @@ ROWS = [
     *(Row(LAYERS, 512, each, "jit") for each in (MULTI, FINITE, LION)),
     *(Row(SCANNED, 512, each, "jit") for each in (LAMB, MULTI_CLIP, MULTI_SKIP, FINITE, PRODIGY)),
     Row("588x1280", 64, ("adamw, a window of 1 MiB", lambda: jo.offload(ADAMW, window=2**20)), "jit", V5E),
-    Row("8x4096^2 scanned, three steps in a scan", MANY, OFFLOAD),
-    Row("12x(2x4096^2) scanned, four microbatches", MANY, CLIP, "pipelined"),
+    Row(THREE, MANY, OFFLOAD),
+    Row(MICROBATCHES, MANY, CLIP, "pipelined"),
     Row(MOVED, 512, OFFLOAD, "jit"),
     Row(LAYERS, MANY, CORES),
     Row(LAYERS, MANY, THIRD_ON_CORES),
@@ -319,30 +309,22 @@ def compiled(row: Row | Kind, before: dict[str, Any] | None = None) -> dict[str,
     """
     if isinstance(row, Kind):
         return of_kind(row, (before or {}).get("resident"))
-    if row.model in STEPS:
-        return measured(row, *STEPS[row.model](row))
     params, batch, loss = abstract(row)
     tx = row.optimizer[1]()
-
-    def step(params: Tree, state: Tree, batch: Any) -> Any:
-        value, grads = jax.value_and_grad(loss)(params, batch)
-        if row.optimizer[0].startswith("resident"):
-            updates, state = tx.update(grads, state, params)
-            return optax.apply_updates(params, updates), state, value
-        return *jo.update_params(tx, grads, state, params), value
-
     state = jo.abstract_state(tx, params)
+    step = partial(STEPS.get(row.model, plain_step if row.optimizer[0].startswith("resident") else step_of), tx, loss)
+    how: dict[str, Any] = {"donate_argnums": (0, 1)}
+    if row.model == MOVED:
+        how["out_shardings"] = jax.tree.map(lambda x: x.sharding, (params, state))
+        state = jax.tree.map(lambda x: x.update(sharding=x.sharding.with_memory_kind("device")), state)
+    elif row.way == "jit":
+        how["compiler_options"] = jo.compiler_options("tpu" if row.target == V5E else "cuda")
+    elif row.way.startswith("pipelined"):
+        how["gradients"] = "host" if "gradients on the host" in row.way else "device"
     if row.way.endswith(AWAY):
         params = jax.tree.map(lambda x: x.update(sharding=x.sharding.with_memory_kind("pinned_host")), params)
-    if row.way.startswith("pipelined"):
-        gradients = "host" if "gradients on the host" in row.way else "device"
-        jitted: Any = jo.pipelined(step, donate_argnames=("params", "state"), gradients=gradients)
-    elif row.way.startswith("jo.jit"):
-        jitted = jo.jit(step, donate_argnums=(0, 1))
-    else:
-        options = jo.compiler_options("tpu" if row.target == V5E else "cuda")
-        jitted = jax.jit(step, donate_argnums=(0, 1), compiler_options=options)
-    return measured(row, jitted, (params, state, batch))
+    wraps = {"jit": jax.jit, "jo.jit": jo.jit, "pipelined": jo.pipelined}
+    return measured(row, wraps[row.way.partition(",")[0]](step, **how), (params, state, batch))
 
 
 def of_kind(kind: Kind, plain: float | None) -> dict[str, Any]:

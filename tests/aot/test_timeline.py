@@ -88,7 +88,8 @@ GATHERED = f"%g-done = {M} all-gather-done(%g)"
 SHARD = "%shard = f32[64,256]{1,0} parameter(3)"
 FOUR = "replica_groups={{0,1,2,3}}"
 GROUPS = "{{0,1,2,3}}", "[1,4]<=[4]", "{}", "mesh['x'=4] {'x'}", "mesh['x'=2,'y'=2] {'x','y'}", "mesh['y'=8] {'y':(2)4}"
-ON_FOUR = "HloModule m, num_partitions=4"
+ON_FOUR, ON_EIGHT = (f"HloModule m, num_partitions={n}" for n in (4, 8))
+HEADERS = {each: ON_FOUR if each == "{}" else ON_EIGHT for each in GROUPS}
 OTHERS = {"all-reduce": 0.375, "reduce-scatter": 0.1875, "all-to-all": 0.1875, "collective-permute": 0.25}
 WRAPPED = f"%s = (({M}), {M}, u32[]) async-start(%a), calls=%wrapped"
 UNWRAPPED = f"%t = (({M}), {M}, u32[]) async-update(%s)", f"%u = {M} async-done(%t)"
@@ -195,10 +196,10 @@ SCHEDULES = {
     "a call": after("%k = f32[] call(%a), to_apply=%matmul", before=BRANCHES, step=1),
     # collectives
     **{f"a gather of {each}, hidden": after(
-        SHARD, GATHER.replace("{GROUPS}", each), DOT, GATHERED, header=ON_FOUR, step=1, compute=1, exposed=0,
+        SHARD, GATHER.replace("{GROUPS}", each), DOT, GATHERED, header=HEADERS[each], step=1, compute=1, exposed=0,
         collectives=0.1875, exposed_collectives=0) for each in GROUPS},
     **{f"a gather of {each}, exposed": after(
-        SHARD, GATHER.replace("{GROUPS}", each), GATHERED, DOT, header=ON_FOUR, step=1.1875, compute=1, exposed=0,
+        SHARD, GATHER.replace("{GROUPS}", each), GATHERED, DOT, header=HEADERS[each], step=1.1875, compute=1, exposed=0,
         collectives=0.1875, exposed_collectives=0.1875) for each in GROUPS},
     **{f"{name}, which nothing hides": after(
         f"%r = {M} {name}(%a), {FOUR}", DOT, step=1 + s, compute=1, exposed_collectives=s)
@@ -215,6 +216,10 @@ SCHEDULES = {
         *(f"%x{name} = u32[] fusion(), calls=%{name}" for name in THREE_PARTS),
         before="".join(computation(f"%{name}", SHARD, *lines) for name, lines in THREE_PARTS.items()),
         step=1, compute=1, collectives=0.1875, exposed_collectives=0),
+    "a gather that a TPU ends before a matmul": after(
+        *(f"%x{name} = u32[] fusion(), calls=%{name}" for name in ("start", "done")), DOT,
+        before="".join(computation(f"%{name}", SHARD, *lines) for name, lines in THREE_PARTS.items()),
+        step=1.1875, exposed_collectives=0.1875),
     "a scatter that a TPU writes as an all-reduce in a fusion": after(
         f"%f = f32[64,256]{{1,0}} fusion(%a), calls={SCATTER}",
         before=computation(SCATTER, f"%r = {M} all-reduce(%a), {FOUR}"), collectives=0.1875),

@@ -13,8 +13,6 @@ import numpy as np
 import optax
 import orbax.checkpoint as ocp
 import pytest
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
 
 import jax_offload as jo
 from tests.support.steps import (
@@ -180,24 +178,6 @@ def test_large_gradients_wait_on_the_host(axis, unrolled, dtype):
         assert waiting(carry) == {params["layers"].shape: (HOST, dtype), (WIDTH, 8): (DEVICE, jnp.float32)}
         carry, _ = train(carry, batch(1))
     train.finish(carry)
-
-
-@pytest.mark.parametrize(
-    ("gradients", "spec", "options"),
-    [("host", P(), {"shard_over": "x"}), ("device", P(None, "x"), {}), ("device", P(), {"shard_over": "x"})],
-)
-def test_a_gradient_waits_divided_as_its_state(gradients, spec, options):
-    """Which may be divided further than its parameter."""
-    mesh = jax.make_mesh((8,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
-    places = {"layers": NamedSharding(mesh, spec), "head": NamedSharding(mesh, P()), "bias": NamedSharding(mesh, P())}
-    tx, params = offloaded(CLIPPED, **options), jax.device_put(parameters(), places)
-    state, x = tx.init(params), jax.device_put(batch(0), NamedSharding(mesh, P("x")))
-    train = pipelined(step_of(tx), gradients=gradients)
-    said = train.turned(params, state, x)[1][1]  # where arguments are abstract
-    carry, _ = train((params, state), x)
-    for name, waits in carry.kept[1].items():
-        assert waits.ndim < 3 or not waits.sharding.is_fully_replicated
-        assert waits.ndim < 3 or said[name].sharding.is_equivalent_to(waits.sharding, 3)
 
 
 def test_gradients_that_cannot_wait():
