@@ -4,6 +4,7 @@ Random steps have the rest; tests/test_random_steps.py says which of those move.
 """
 
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -380,48 +381,33 @@ def test_under_vmap_and_differentiated(around):
     assert_close(transformed(jo.jit(step_of(tx)), tx.init), transformed(step_of(inner), inner.init), 1e-4)
 
 
-# ---- inside of a shard_map
+# ---- a shard_map
 
 
-@pytest.mark.parametrize("how", ["psum", "check_vma", "layers of a device's own"])
-def test_a_step_inside_a_shard_map(how):
-    """A loop stays unchanged if each device runs the layers in another order."""
-    mesh = Mesh(np.array(jax.devices()[:4]), ("data",))
-
-    def network(w, x):
-        if "own" in how:
-            return by_number(w, x, lambda k: (k + jax.lax.axis_index("data")) % LAYERS)
-        return jax.lax.scan(lambda x, w: (layer(x, w), None), x, w)[0]
-
-    def make(tx):
-        def step(params, state, x):
-            value, grads = jax.value_and_grad(lambda w: (network(w, x) ** 2).mean())(params["layers"])
-            if how != "check_vma":  # else jax sums the gradients of replicated parameters itself
-                grads = jax.lax.psum(grads, "data")
-            updates, state = tx.update({"layers": grads / 4}, state, params)
-            return optax.apply_updates(params, updates), state, jax.lax.pmean(value, "data")
-
-        specs = {"in_specs": (P(), P(), P("data")), "out_specs": (P(), P(), P())}
-        return jax.shard_map(step, mesh=mesh, check_vma=how == "check_vma", **specs)
-
-    params = {"layers": jax.device_put(parameters()["layers"], NamedSharding(mesh, P()))}
-    batches = [jax.device_put(batch(k)["x"], NamedSharding(mesh, P("data"))) for k in range(3)]
-    table = assert_as_plain(make, offloaded(ADAMW), ADAMW, params=params, batches=batches)
-    assert bool(table.stays) == ("own" in how or (how == "check_vma" and jax.__version_info__ < (0, 11)))
+INSIDE = ["inside", "inside, check_vma", "inside, layers of a device's own"]
+OUTSIDE = ["", "check_vma", "two updates", "clip outside", "divided", "divided state"]
 
 
 @OLDEST
-@pytest.mark.parametrize("way", [jo.jit, jo.pipelined])
-@pytest.mark.parametrize("how", ["", "check_vma", "two updates", "clip outside", "divided", "divided state"])
+@pytest.mark.parametrize(
+    ("how", "way"), [*itertools.product(OUTSIDE, (jo.jit, jo.pipelined)), *itertools.product(INSIDE, [jo.jit])]
+)
 def test_gradients_from_a_shard_map(how, way):
-    """An update outside of it moves inside, if each device has all of the gradients and of the state."""
+    """An update outside of it moves inside, if each device has all of the gradients and of the state. The whole step
+    may be inside; its loop stays unchanged if each device runs the layers in another order."""
     mesh, outside = Mesh(np.array(jax.devices()[:4]), ("data",)), how == "clip outside"
     plain = CLIPPED if outside or way is jo.pipelined else ADAMW
     tx = optax.chain(CLIP, offloaded(ADAMW)) if outside else offloaded(plain)
-    check_vma, scatter = how == "check_vma", functools.partial(jax.lax.psum_scatter, scatter_dimension=1, tiled=True)
+    # with check_vma jax sums the gradients of replicated parameters itself
+    check_vma, scatter = "check_vma" in how, functools.partial(jax.lax.psum_scatter, scatter_dimension=1, tiled=True)
+    wrapped = functools.partial(jax.shard_map, mesh=mesh, check_vma=check_vma)
+
+    def network(w, x):
+        own = lambda k: (k + jax.lax.axis_index("data")) % LAYERS  # noqa: E731
+        return by_number(w, x, own) if "own" in how else scanned(w, x)
 
     def local(params, x):
-        value, grads = jax.value_and_grad(lambda w: (scanned(w, x) ** 2).mean())(params["layers"])
+        value, grads = jax.value_and_grad(lambda w: (network(w, x) ** 2).mean())(params["layers"])
         if not check_vma:
             grads = (scatter if how == "divided" else jax.lax.psum)(grads, "data")
         seen = x[:, :1] * 2  # divided
@@ -429,16 +415,19 @@ def test_gradients_from_a_shard_map(how, way):
 
     def make(tx):
         out_specs = P(), P(None, "data") if how == "divided" else P(), P("data")
-        grads_of = jax.shard_map(local, mesh=mesh, in_specs=(P(), P("data")), out_specs=out_specs, check_vma=check_vma)
+        grads_of = wrapped(local, in_specs=(P(), P("data")), out_specs=out_specs)
+
+        def whole(params, state, x):
+            value, grads, _ = local(params, x)
+            return *new_params(tx, "update", grads, state, params), value
 
         def step(params, state, x):
             value, grads, seen = grads_of(params, x)
             for _ in range(2 if how == "two updates" else 1):
-                updates, state = tx.update(jax.tree.map(lambda g: 2 * g, grads), state, params)
-                params = optax.apply_updates(params, updates)
+                params, state = new_params(tx, "update", jax.tree.map(lambda g: 2 * g, grads), state, params)
             return params, state, (value, params["layers"].mean(), seen.sum() + params["layers"].sum())
 
-        return step
+        return wrapped(whole, in_specs=(P(), P(), P("data")), out_specs=(P(), P(), P())) if how in INSIDE else step
 
     where = P(None, "data") if how == "divided state" else P()
     params = {"layers": jax.device_put(parameters()["layers"], NamedSharding(mesh, where))}
@@ -448,6 +437,6 @@ def test_gradients_from_a_shard_map(how, way):
         assert why.startswith("its gradients are made inside a shard_map; call the update inside the same shard_map (")
         return
     table = assert_as_plain(make, tx, plain, way, params=params, batches=batches)
-    stays = how == "two updates" or "divided" in how or (outside and way is jo.jit)
+    stays = how == "two updates" or "divided" in how or "own" in how or (outside and way is jo.jit)
     if not stays and not (check_vma and jax.__version_info__ < (0, 11)):
         assert all_moved(table, IN_FORWARD if way is jo.pipelined else IN_BACKWARD), table
