@@ -309,6 +309,11 @@ def compiled(row: Row | Kind, before: dict[str, Any] | None = None) -> dict[str,
     """
     if isinstance(row, Kind):
         return of_kind(row, (before or {}).get("resident"))
+    return measured(row, *jitted(row))
+
+
+def jitted(row: Row) -> tuple[Any, tuple[Any, ...]]:
+    """The step of a row, as its way jits it, and its abstract arguments."""
     params, batch, loss = abstract(row)
     tx = row.optimizer[1]()
     state = jo.abstract_state(tx, params)
@@ -324,7 +329,7 @@ def compiled(row: Row | Kind, before: dict[str, Any] | None = None) -> dict[str,
     if row.way.endswith(AWAY):
         params = jax.tree.map(lambda x: x.update(sharding=x.sharding.with_memory_kind("pinned_host")), params)
     wraps = {"jit": jax.jit, "jo.jit": jo.jit, "pipelined": jo.pipelined}
-    return measured(row, wraps[row.way.partition(",")[0]](step, **how), (params, state, batch))
+    return wraps[row.way.partition(",")[0]](step, **how), (params, state, batch)
 
 
 def of_kind(kind: Kind, plain: float | None) -> dict[str, Any]:
@@ -333,9 +338,9 @@ def of_kind(kind: Kind, plain: float | None) -> dict[str, Any]:
         step, args, donate = kind.make(resident)
         plain = jo.inspect(jax.jit(step, donate_argnums=donate), *args, target=kind.target).peak / MIB
     step, args, donate = kind.make(jo.offload)
-    jitted: Any = {"jo.jit": jo.jit, "pipelined": jo.pipelined}[kind.way](step, donate_argnums=donate)
-    found = measured(kind, jitted, args)
-    stays = () if kind.way == "pipelined" else jo.placement(jitted, *args).stays
+    ours: Any = {"jo.jit": jo.jit, "pipelined": jo.pipelined}[kind.way](step, donate_argnums=donate)
+    found = measured(kind, ours, args)
+    stays = () if kind.way == "pipelined" else jo.placement(ours, *args).stays
     why = re.sub(r" \(at \S+\)", "", stays[0]) if found["exposed"] > HIDDEN and stays else ""
     return found | {"resident": round(plain, 1), "why": why}
 
