@@ -200,7 +200,7 @@ def main(argv=None):
         args.checkpoint_dir.absolute(),
         options=ocp.CheckpointManagerOptions(max_to_keep=2, save_interval_steps=args.save_every),
     )
-    disk = jo.disk(args.disk, host_bytes=args.host_bytes, commit_every=args.commit_every) if args.disk else None
+    disk = jo.disk(args.disk, host_bytes=args.host_bytes) if args.disk else None
     state = initial_state(args, model, optimizer(args, disk), device, manager, disk)
 
     start, stop = int(state.step), min(args.stop_at or args.steps, args.steps)
@@ -231,8 +231,8 @@ def main(argv=None):
             bar.set_postfix_str(report, refresh=False)
             if bar.disable and (i + 1) % max(1, args.steps // 20) == 0:  # no terminal, no bar
                 print(f"step {i + 1} of {stop}: {report}, {seconds * (stop - i - 1):.0f} s left", flush=True)
-        if disk:
-            disk.commit(i + 1, {"params": state.params, "opt_state": state.opt_state}, force=i + 1 == stop)
+        if disk and (i + 1 == stop or (i + 1) % args.commit_every == 0):
+            disk.commit(i + 1, {"params": state.params, "opt_state": state.opt_state})
         if manager and (i + 1 == stop or manager.should_save(i + 1)):
             state = pipelined_step.finish(state) if args.pipelined else state
             items = {"params": state.params, "opt_state": state.opt_state}

@@ -31,7 +31,7 @@ from jax.sharding import Sharding
 
 from jax_offload._disk import leaves as on_disk
 from jax_offload._disk.leaves import TOKEN, VERSIONS, Ends, OnDisk, Place, Range, Stored, Token
-from jax_offload._disk.store import NAME, Commit, Entry, Room, Store, manifests, pages
+from jax_offload._disk.store import NAME, Commit, Room, Store, manifests, pages
 from jax_offload._program import memory
 from jax_offload._program.arrays import check_integer
 from jax_offload._program.memory import Parts
@@ -61,11 +61,10 @@ class Disk:
         counted once. They hold whole parameters' states, starting with the parameters whose gradients come last.
         Everything else that ``offload`` would keep there is on disk. Buffers need more: at most nine groups of 64 to
         128 MiB, or of one row, or of one parameter's leaves if the update does not keep their rows apart.
-      commit_every: the number of steps between due commits.
 
     Raises:
       TypeError: ``directory`` is not a path.
-      ValueError: the path is empty, its ``~`` has no home, or a number is not an integer in its range.
+      ValueError: the path is empty, its ``~`` has no home, or ``host_bytes`` is not an integer in its range.
 
     Example:
       >>> import tempfile, jax, jax.numpy as jnp, optax, jax_offload as jo
@@ -75,23 +74,19 @@ class Disk:
       >>> step = jo.jit(lambda p, s, g: jo.update_params(tx, g, s, p), donate_argnums=(0, 1))
       >>> params, state = step(params, state, grads)
       >>> disk.commit(1, {"params": params, "state": state})
-      True
       >>> tree, step = disk.resume({"params": params, "state": jo.abstract_state(tx, params)})
       >>> step, tree["state"][0].mu["w"]
       (1, OnDisk([0].mu['w']: float32[256, 256]))
     """
 
-    def __init__(self, directory: str | os.PathLike[str], *, host_bytes: int = 0, commit_every: int = 1) -> None:
+    def __init__(self, directory: str | os.PathLike[str], *, host_bytes: int = 0) -> None:
         check_integer("host_bytes", host_bytes, 0, "a number of bytes >= 0, an int", "Fix: 16 * 2**30 is 16 GiB.")
-        check_integer("commit_every", commit_every, 1, "an int >= 1", "Fix: leave it out, or commit_every=10.")
-        self.directory, self.host_bytes, self.commit_every = _path(directory), int(host_bytes), int(commit_every)
+        self.directory, self.host_bytes = _path(directory), int(host_bytes)
         self._opened: Store | None = None
         self._run, self._version = "", 0
-        self._committed: int | None = None  # the version of the last commit
 
     def __repr__(self) -> str:
-        every = f", commit_every={self.commit_every}" if self.commit_every != 1 else ""
-        return f"disk({str(self.directory)!r}, host_bytes={self.host_bytes}{every})"
+        return f"disk({str(self.directory)!r}, host_bytes={self.host_bytes})"
 
     def __reduce__(self) -> Any:
         raise TypeError(f"disk: {self!r} has open files, and cannot be pickled or copied.")
@@ -101,44 +96,32 @@ class Disk:
     @property
     def last_commit(self) -> int | None:
         """The step of the last commit in the directory, or ``None``. With several processes, all must ask."""
-        if self._opened is not None:
-            return self._opened.step
         last = last_of_all(self.directory)
         return None if last is None else last.step
 
-    def commit(self, step: int, tree: Any, force: bool = False) -> bool:
-        """Save the current state and everything else that the run needs to continue, if the step is due.
+    def commit(self, step: int, tree: Any) -> None:
+        """Save the current state and everything else that the run needs to continue.
 
-        A step is due if it is a multiple of ``commit_every``, or if there is no commit yet. Otherwise the call returns
-        at once. After a commit, everything is written. A commit that fails for any reason changes nothing. With several
+        After a commit, everything is written. A commit that fails for any reason changes nothing. With several
         processes all must call it, and the commit belongs to all or to none.
 
         Args:
-          step: the number of the step, at least the last commit's unless ``force`` is given.
+          step: the number of the step, at least the last commit's.
           tree: the whole state, with the parameters of the same step and whatever else the run needs: ``{"params":
             params, "opt_state": state, "rng": key}``. Leaves that are not on disk are written with it.
-          force: whether to save a step that is not due, for example at the end of a run.
-
-        Returns:
-          Whether it saved.
 
         Raises:
           TypeError: a leaf of the tree is not an array, a number or a string.
-          ValueError: the state is not the one on disk, or only a part of it; the step comes before the last
-            commit's, without ``force``; or another process failed.
+          ValueError: the state is not the one on disk, or only a part of it; the step comes before the last commit's;
+            or another process failed.
         """
         number, store = _number_of(step), self.store
-        self.check_commits()  # or one of several processes might find the step due, and another not
-        last = store.step
-        if not force and last is not None:
-            if number < last:
-                raise ValueError(
-                    f"step: the last commit in {self.directory} is of step {last}, and a run that is resumed goes on "
-                    f"from there; got {number}. Fix: count on from the step that disk.resume(target) gave; force=True "
-                    "commits it all the same."
-                )
-            if number % self.commit_every:
-                return False
+        self.check_commits()
+        if store.step is not None and number < store.step:
+            raise ValueError(
+                f"step: the last commit in {self.directory} is of step {store.step}, and a run that is resumed goes on "
+                f"from there; got {number}. Fix: count on from the step that disk.resume(target) gave."
+            )
 
         def save() -> None:
             arrays = everywhere(lambda: self._beside(tree), "disk.commit")
@@ -148,11 +131,9 @@ class Disk:
             except BaseException as error:  # which commit the disk has is unknown, so nothing more may be written
                 self._commit_failed = error
                 raise
-            self._committed = self._version
 
         with ThreadPoolExecutor(1, "disk commit") as thread:  # Ctrl-C lets it end, as it reads the caller's arrays
             thread.submit(save).result()
-        return True
 
     def _beside(self, tree: Any) -> dict[str, Any]:
         """Return the arrays of a commit that are not on disk, after the leaves on disk have been written."""
@@ -165,7 +146,6 @@ class Disk:
         if lost := self._leaves.keys() - found.keys():
             raise ValueError(f"tree: lacks a part of the state; {min(lost)} is on disk and not in the tree.")
         self.wait()
-        self._committed = None  # meanwhile a leaf that is being read may be of either commit
         return beside
 
     def resume(self, target: Any) -> tuple[Any, int]:
@@ -181,36 +161,26 @@ class Disk:
         Raises:
           ValueError: there is no commit, it is damaged, or the target belongs to another run.
         """
-        store = last_store(self.directory, self._opened)
-        try:
-            begin, leaves = _beginning(), on_disk.stored_in(store.entries)
+        if (last := last_of_all(self.directory)) is None:
+            raise ValueError(
+                f"disk: there is no commit in {self.directory}. Fix: the directory of the run that is to go on; or "
+                "tx.init(params) for a new one."
+            )
+        begin = _beginning()
+        with contextlib.ExitStack() as failed:
 
-            def handle(name: str, sharding: Sharding) -> OnDisk:
-                return self._handle(leaves[name], begin[0], sharding)
+            def read() -> tuple[Store, Any]:
+                store = Store.open(own(self.directory), last, self._opened)
+                failed.callback(store.close)
+                leaves = on_disk.stored_in(store.entries)
+                handle = lambda name, place: self._handle(leaves[name], begin[0], place)  # noqa: E731
+                return store, on_disk.unpacked(store.beside(), target, leaves, handle, self.directory)
 
-            tree = everywhere(lambda: on_disk.unpacked(store.beside(), target, handle), "disk.resume")
+            store, tree = everywhere(read, "disk.resume")
             self._let_go()
-        except BaseException:
-            store.close()
-            raise
+            failed.pop_all()
         self._began(store, begin)
-        assert store.step is not None
-        return tree, store.step
-
-    def restored(self, target: Any, step: int | None) -> Any:
-        """Return the tree of the last commit where ``target`` says, in any memory or on another disk."""
-        if self._opened is None:
-            with contextlib.closing(Disk(self.directory)) as other:
-                other._began(last_store(self.directory), _beginning())
-                return other.restored(target, step)
-        if self.store.step is None or (step is not None and step != self.store.step):
-            raise ValueError(f"step: the one commit of {self!r} is of step {self.store.step}; got step={step!r}.")
-
-        def found(name: str, sharding: Sharding) -> Any:
-            leaf = self._leaf(name)
-            return on_disk.placed(name, self._parts(leaf, committed=True), leaf.shape, sharding)
-
-        return on_disk.unpacked(self.store.beside(), target, found, lands=True)
+        return tree, last.step
 
     # ---- open and close --------------------------------------------------------------------------------------------
 
@@ -234,20 +204,19 @@ class Disk:
                 "disk.resume(target) goes on with the state of the last commit."
             )
         _check_leaves(leaves)
+        if (last := last_of_all(self.directory)) is not None:
+            raise ValueError(
+                f"disk: {self.directory} holds the state of another run, or of an earlier one, as of step {last.step}. "
+                "Fix: disk.resume(target) goes on with it; for a new run give a directory of its own."
+            )
+        begin, entries = _beginning(), [entry for leaf in leaves for entry in on_disk.entries_of(leaf)]
 
         def write() -> None:
-            before: Future[None] | None = None
             for leaf, x in zip(leaves, values, strict=True):
-                now = self.put(leaf.name, x)
-                del x
-                if before is not None:
-                    before.result()
-                before = now
-            self.wait()
+                self.put(leaf.name, x).result()
 
-        entries = [entry for leaf in leaves for entry in on_disk.entries_of(leaf)]
-        self._began(new_store(self.directory, entries), _beginning())
         try:
+            everywhere(lambda: self._began(Store.create(own(self.directory), entries), begin), "disk: making files")
             everywhere(write, "disk: making the files of a state")
         except BaseException:
             self._let_go()
@@ -264,7 +233,6 @@ class Disk:
         self._readers = ThreadPoolExecutor(_READERS, "jax_offload reads")
         self._writers = ThreadPoolExecutor(_WRITERS, "jax_offload writes")
         self._version, self._run = begin
-        self._committed = None if store.step is None else self._version
 
     def wait(self) -> None:
         """Wait until everything is written, and raise any error from writing."""
@@ -326,14 +294,13 @@ class Disk:
 
         return self._readers.submit(read)
 
-    def _parts(self, leaf: Stored, rows: Range | None = None, room: Room = pages, *, committed: bool = False) -> Parts:
+    def _parts(self, leaf: Stored, rows: Range | None = None, room: Room = pages) -> Parts:
         """Read a leaf's values, or some ranges of them, now."""
         found = leaf.within(rows)
-        entries = [k for k, _ in found]
-        for k in entries:
-            if not committed and (writing := self._writing.get(k)) is not None:
+        for k, _ in found:
+            if (writing := self._writing.get(k)) is not None:
                 writing.result()
-        arrays = self.store.read(entries, room, committed=committed)
+        arrays = self.store.read([k for k, _ in found], room)
         return [(box, x) for (_, box), x in zip(found, arrays, strict=True)]
 
     def put(self, name: str, x: jax.Array, rows: Range | None = None) -> Future[None]:
@@ -418,12 +385,10 @@ class Disk:
 
         ``ValueError`` for a token of another version, or where this process has only a part of the leaf.
         """
-        leaf, version = self._leaf(name), _version(token)
-        if not (committed := version == self._committed):
-            self.check(token)
-        parts = self._parts(leaf, committed=committed)
-        if version != self._committed:  # an update or a commit may have begun meanwhile
-            self.check(token)
+        leaf = self._leaf(name)
+        self.check(token)
+        parts = self._parts(leaf)
+        self.check(token)  # an update may have begun meanwhile
         if sharding is not None and not sharding.is_fully_addressable:
             return memory.assembled(parts, sharding, leaf.shape)
         if not memory.covered(whole := memory.box_of_shape(leaf.shape), [box for box, _ in parts]):
@@ -514,12 +479,12 @@ def allgathered(mine: Any) -> list[Any]:
     return [json.loads(row.tobytes()) for row in rows.reshape(-1, _BYTES)]
 
 
-def everywhere(do: Callable[[], T], doing: str, undo: Callable[[T], Any] = lambda _: None) -> T:
+def everywhere(do: Callable[[], T], doing: str) -> T:
     """Return the result of ``do`` if it succeeds in every process; otherwise raise in all of them.
 
     Raises:
       Exception: the error of ``do`` in this process.
-      ValueError: ``do`` failed in another process; ``undo`` has been called here.
+      ValueError: ``do`` failed in another process.
     """
     if not several():
         return do()
@@ -532,7 +497,6 @@ def everywhere(do: Callable[[], T], doing: str, undo: Callable[[T], Any] = lambd
     if error is not None:
         raise error
     if failed := [(k, text) for k, text in enumerate(said) if text is not None]:
-        undo(result)  # pyright: ignore[reportArgumentType]
         raise ValueError(
             f"{doing} failed in {len(failed)} of {len(said)} processes. Process {failed[0][0]}: {failed[0][1]}"
         )
@@ -579,26 +543,3 @@ def last_of_all(directory: Path) -> Commit | None:
         "each process on the host that it was on? Fix: give the directory of one run; or restore from a checkpoint "
         "into a directory that is empty."
     )
-
-
-def new_store(directory: Path, entries: Sequence[Entry]) -> Store:
-    """Make an empty store of this process. ``ValueError`` where there is a commit."""
-    if (last := last_of_all(directory)) is not None:
-        raise ValueError(
-            f"disk: {directory} holds the state of another run, or of an earlier one, as of step {last.step}. Fix: "
-            "disk.resume(target) goes on with it; for a new run give a directory of its own."
-        )
-    return everywhere(lambda: Store.create(own(directory), entries), "disk: making files", Store.close)
-
-
-def last_store(directory: Path, live: Store | None = None) -> Store:
-    """Open the store of this process at the last commit of all. ``ValueError`` where there is none.
-
-    ``live``: the store of this process that is open already.
-    """
-    if (last := last_of_all(directory)) is None:
-        raise ValueError(
-            f"disk: there is no commit in {directory}. Fix: the directory of the run that is to go on; or "
-            "tx.init(params) for a new one."
-        )
-    return everywhere(lambda: Store.open(own(directory), last, live), "disk: opening the last commit", Store.close)

@@ -34,11 +34,10 @@ from jax.tree_util import keystr
 
 from jax_offload._disk.store import Entry
 from jax_offload._program import memory
-from jax_offload._program.arrays import is_array, nbytes
+from jax_offload._program.arrays import is_array, nbytes, some
 from jax_offload._program.memory import (
     Box,
     HostStruct,
-    Parts,
     assembled,
     box_of_shape,
     boxes_of,
@@ -453,17 +452,6 @@ def check_covered(what: str, wanted: Iterable[Box], have: Sequence[Box]) -> None
             )
 
 
-def placed(what: str, parts: Parts, shape: tuple[int, ...], sharding: Sharding) -> Any:
-    """Put an array together from the parts that this process has: NumPy's, or of a sharding that divides it.
-
-    Raises:
-      ValueError: the sharding needs other parts.
-    """
-    check_covered(what, boxes_of(sharding, shape), [box for box, _ in parts])
-    whole = box_of_shape(shape)
-    return gathered(parts, whole) if sharding.is_fully_addressable else assembled(parts, sharding, shape)
-
-
 # ---- the tree of a commit --------------------------------------------------------------------------------------------
 
 
@@ -526,64 +514,80 @@ def _check_stored(path: str, x: Any) -> None:
 def unpacked(
     beside: Mapping[str, np.ndarray[Any, Any]],
     target: Any,
-    on_disk: Callable[[str, Sharding], Any],
-    *,
-    lands: bool = False,
+    leaves: Mapping[str, Stored],
+    handle: Callable[[str, Sharding], OnDisk],
+    folder: Any,
 ) -> Any:
     """Return the tree that was committed, each array where the target says.
 
     Args:
       beside: the commit's arrays.
       target: a tree of the same structure; leaves on disk, and any array, may be abstract.
-      on_disk: returns the placeholder of a leaf, or its values, given its name and its place in host memory.
-      lands: whether leaves go to the disks that the target names.
+      leaves: the leaves on disk, by name.
+      handle: returns the placeholder of a leaf on disk, given its name and its place in host memory.
+      folder: the commit's directory, for errors.
 
     Raises:
       ValueError: the target has other leaves, or of other types.
     """
     rows = json.loads(beside[_TREE].tobytes().decode())
-    stored = {row["path"]: (str(k), row) for k, row in enumerate(rows)}
-    wanted, treedef = jax.tree_util.tree_flatten_with_path(target, is_leaf=is_on_disk)
-    likes = [(keystr(path), like) for path, like in wanted]
-    if (names := {path for path, _ in likes}) != stored.keys():
-        raise ValueError(
-            "target: its leaves differ from the commit's.\n"
-            f"  only in the target {sorted(names - stored.keys())[:5]}\n"
-            f"  only in the commit {sorted(stored.keys() - names)[:5]}\n"
-            "Give a tree like the committed one, with jo.abstract_state(tx, params) in the state's place, where tx is "
-            "the optimizer of that run, with its storage= and its parameters' names."
-        )
+    numbers = {row["path"]: str(k) for k, row in enumerate(rows)}
+    flat, treedef = jax.tree_util.tree_flatten_with_path(target, is_leaf=is_on_disk)
+    wanted = [(keystr(path), like) for path, like in flat]
 
-    def checked(path: str, like: Any, found: Any) -> Any:
-        got = tuple(np.shape(like)) if not hasattr(like, "shape") else tuple(like.shape), getattr(like, "dtype", None)
-        if got != (tuple(found.shape), found.dtype):
-            raise ValueError(
-                f"target: {path} is {got[1]}{list(got[0])}, and the commit has {found.dtype}{list(found.shape)}. Fix: "
-                "the optimizer and the parameters of the run that was committed."
-            )
-        return found
+    def type_of(row: Mapping[str, Any]) -> Any:
+        if "on disk" in row:
+            return leaves[row["on disk"]]
+        found = jax.ShapeDtypeStruct(row["shape"], row["dtype"]) if "shape" in row else None
+        return jax.eval_shape(lambda x: jax.random.wrap_key_data(x, impl=row["key"]), found) if "key" in row else found
+
+    check_target(
+        dict(wanted), {row["path"]: type_of(row) for row in rows}, "commit",
+        folder,
+        "Give a tree like the committed one, with jo.abstract_state(tx, params) in the state's place, where tx is the "
+        "optimizer of that run, with its storage= and its parameters' names.",
+    )  # fmt: skip
 
     def leaf(path: str, like: Any) -> Any:
-        name, row = stored[path]
+        number, row = numbers[path], rows[int(numbers[path])]
         if "value" in row:
             return row["value"]
         place = getattr(like, "sharding", None) or memory.ambient_sharding()
         if "on disk" in row:
-            x = checked(path, like, on_disk(row["on disk"], memory.with_kind(place, memory.HOST_KIND)))
-        else:
-            shape, dtype = tuple(row["shape"]), np.dtype(row["dtype"])
-            if "key" not in row:
-                checked(path, like, jax.ShapeDtypeStruct(shape, dtype))
-            boxes = {name: box_of_shape(shape)}
-            if "parts" in row:  # one of this process's parts
-                boxes = {f"{name}.{k}": tuple(map(tuple, box)) for k, box in enumerate(row["parts"])}
-            arrays = {box: np.frombuffer(beside[k].tobytes(), dtype).reshape(shape_of(box)) for k, box in boxes.items()}
-            x = placed(path, [*arrays.items()], shape, place)
-            x = checked(path, like, jax.random.wrap_key_data(jnp.asarray(x), impl=row["key"])) if "key" in row else x
-        return x if is_on_disk(x) else np.array(x) if isinstance(like, np.ndarray) else jax.device_put(x, place)
+            return handle(row["on disk"], memory.with_kind(place, memory.HOST_KIND))
+        shape, dtype = tuple(row["shape"]), np.dtype(row["dtype"])
+        whole = box_of_shape(shape)
+        boxes = {number: whole}
+        if "parts" in row:  # the parts that this process had
+            boxes = {f"{number}.{k}": tuple(map(tuple, box)) for k, box in enumerate(row["parts"])}
+        parts = [(box, np.frombuffer(beside[k].tobytes(), dtype).reshape(shape_of(box))) for k, box in boxes.items()]
+        check_covered(path, boxes_of(place, shape), [box for box, _ in parts])
+        x = gathered(parts, whole) if place.is_fully_addressable else assembled(parts, place, shape)
+        x = jax.random.wrap_key_data(jnp.asarray(x), impl=row["key"]) if "key" in row else x
+        return np.array(x) if isinstance(like, np.ndarray) else jax.device_put(x, place)
 
-    def read(indices: Sequence[int]) -> list[Any]:
-        return [leaf(*likes[k]) for k in indices]
+    return jax.tree.unflatten(treedef, [leaf(*each) for each in wanted])
 
-    found = read_into([like for _, like in likes], read) if lands else read(range(len(likes)))
-    return jax.tree.unflatten(treedef, found)
+
+def check_target(wanted: Mapping[str, Any], stored: Mapping[str, Any], what: str, folder: Any, fix: str) -> None:
+    """Raise ``ValueError`` if a target has other leaves than a commit or a checkpoint, or other shapes or dtypes.
+
+    ``stored``: the types of the leaves in ``what``, "commit" or "checkpoint", in ``folder``; ``None`` for a leaf that
+    may have any. ``fix`` says which target has the right leaves.
+    """
+    if wanted.keys() != stored.keys():
+        raise ValueError(
+            f"target: its leaves differ from those in the {what} in {folder}.\n"
+            f"  only in the {'target':<{len(what)}} {some(sorted(wanted.keys() - stored.keys()), 5) or 'nothing'}\n"
+            f"  only in the {what:<6} {some(sorted(stored.keys() - wanted.keys()), 5) or 'nothing'}\n{fix}"
+        )
+    for name, x in wanted.items():
+        have = stored[name]
+        if have is None or not hasattr(x, "dtype"):
+            continue
+        if (tuple(x.shape), x.dtype) != (tuple(have.shape), have.dtype):
+            raise ValueError(
+                f"target: leaf {name!r} is {x.dtype}{list(x.shape)}, and the {what} in {folder} has "
+                f"{have.dtype}{list(have.shape)}. Restore it as it was saved, with that run's "
+                "optimizer and parameters, and convert it afterwards."
+            )

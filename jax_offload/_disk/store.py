@@ -419,13 +419,12 @@ class Store:
         """The step of the last commit; ``None`` before the first."""
         return None if self._last is None else self._last.commit.step
 
-    def read(self, keys: Sequence[int], room: Room = pages, *, committed: bool = False) -> list[np.ndarray]:
-        """Read the newest values of entries, or their committed values, one after the other into one buffer.
+    def read(self, keys: Sequence[int], room: Room = pages) -> list[np.ndarray]:
+        """Read the newest values of entries, one after the other into one buffer.
 
         Args:
           keys: the numbers of the entries.
           room: makes a buffer of so many bytes.
-          committed: whether to read them as of the last commit.
 
         Returns:
           The arrays, as views of the buffer. Each begins on a page.
@@ -434,7 +433,7 @@ class Store:
           ValueError: bytes are damaged.
           OSError: the system cannot read them.
         """
-        entries = [self._last.state[k] if committed and self._last else self.entries[k] for k in keys]
+        entries = [self.entries[k] for k in keys]
         starts, length = _laid_out(entries)
         buffer = room(length)
         each = zip(keys, entries, starts, strict=True)

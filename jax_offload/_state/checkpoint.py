@@ -1,22 +1,15 @@
 """Save a state that is partly on the host with orbax while training goes on, and restore each leaf in its place.
 
 orbax is imported only here, and only when it is called. docs/state.md describes its behavior.
-
-orbax copies NumPy arrays before it writes them in the background. A leaf on disk is handed to it as an array without
-memory, whose copy reads the leaf when tensorstore asks for its values, so that few leaves are in memory at a time.
-orbax does not promise to copy them so; one save and restore of a small array checks that it does.
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
 import re
-import tempfile
 import warnings
 from collections.abc import Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -24,8 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.tree_util import keystr
 
-from jax_offload._disk.disk import Disk
-from jax_offload._disk.leaves import is_on_disk, read_into
+from jax_offload._disk.leaves import check_target, is_on_disk, read_into
 from jax_offload._program import memory
 from jax_offload._program.arrays import leaves_with_paths, some
 
@@ -46,10 +38,7 @@ def save_args(tree: Any, *, copy: bool = True) -> Any:
     being written out ("Donation requested for buffer with external reference"), and a CPU copies it in every such
     step. The copies made here, from host to host, leave the originals free.
 
-    Leaves on disk are read one after the other while orbax writes them, and once beforehand for their checksums. Commit
-    first and training may go on until the next commit; otherwise call ``manager.wait_until_finished()`` before the next
-    step, or the save fails. Leaves that are divided between processes are read into host memory at once and stay there
-    until the save has finished.
+    Leaves on disk are read into host memory, all at once, and stay there until the save has finished.
 
     Args:
       tree: arrays and numbers, such as ``{"params": params, "opt_state": state}``.
@@ -71,14 +60,22 @@ def save_args(tree: Any, *, copy: bool = True) -> Any:
       ...     manager.save(0, args=jo.save_args({"params": params, "opt_state": state}))
       True
     """
-    ocp = _orbax()
-    if copy:
-        tree = _with_host_copies(tree)
-    tree = read_late(ocp, tree)
+    ocp, leaves = _orbax(), jax.tree.leaves(tree, is_leaf=is_on_disk)
+    new = [x for x in leaves if is_on_disk(x) or (copy and memory.on_host(x))]
+    for platform in {next(iter(x.sharding.device_set)).platform for x in new}:
+        wait = "pass copy=False and call manager.wait_until_finished() before the next step"
+        hosted = [x for x in leaves if memory.on_host(x)]
+        memory.check_host_pool(hosted + new, platform, "save_args(): the state with its copy", wait)
+
+    def held(x: Any) -> Any:
+        """Return an array that no step donates."""
+        if is_on_disk(x):
+            return jax.device_put(x.read(x.sharding), x.sharding)
+        return memory.copy_on_host(x) if copy and memory.on_host(x) else x
+
+    tree = jax.block_until_ready(jax.tree.map(held, tree, is_leaf=is_on_disk))
     leaves = named(tree)
-    in_memory = iter(checksums([x for x in leaves.values() if not isinstance(x, Late)]))
-    sums = {k: checksums([np.asarray(x.leaf)])[0] if isinstance(x, Late) else next(in_memory)
-            for k, x in leaves.items()}  # fmt: skip
+    sums = dict(zip(leaves, checksums([*leaves.values()]), strict=True))
     return ocp.args.StandardSave(tree, custom_metadata={_NAME: {"by": _MARK, "checksums": sums}})
 
 
@@ -88,7 +85,7 @@ def restore(
     """Read a checkpoint, each leaf straight into the memory where it belongs, and check it.
 
     Args:
-      manager: an ``orbax.checkpoint.CheckpointManager``, or a ``jax_offload.disk``, whose last commit is read.
+      manager: an ``orbax.checkpoint.CheckpointManager``.
       target: a tree of ``jax.ShapeDtypeStruct``s with shardings, such as ``jo.abstract_state(tx, params)``. Every leaf
         lands with that sharding in that memory. With ``None`` arrays land in pinned host memory, sharded as they were
         saved if those devices exist and otherwise as jax places unplaced arrays; scalars and PRNG keys land on the
@@ -104,7 +101,7 @@ def restore(
 
     Raises:
       ImportError: orbax is not installed.
-      TypeError: ``manager`` is neither a ``CheckpointManager`` nor a disk.
+      TypeError: ``manager`` is not a ``CheckpointManager``.
       ValueError: there is no such checkpoint; its tree, shapes or dtypes differ from the target's; the target lacks a
         sharding; or the checkpoint is damaged and ``fallback`` is not set or finds no earlier one.
 
@@ -118,19 +115,11 @@ def restore(
       >>> state[0].mu["w"].sharding.memory_kind
       'pinned_host'
     """
-    if isinstance(manager, Disk):
-        if target is None or item is not None or fallback:
-            given = "item, fallback: not for a disk" if target is not None else "target: expected the committed tree"
-            raise ValueError(
-                f"{given}; a disk has one commit of one tree. Fix: jo.restore(disk, {{'params': shapes, 'opt_state': "
-                "jo.abstract_state(tx, shapes)})."
-            )
-        return manager.restored(target, step)
     ocp = _orbax()
     if not isinstance(manager, ocp.CheckpointManager):
         raise TypeError(
-            f"manager: expected an orbax.checkpoint.CheckpointManager, or a jo.disk, got a {type(manager).__name__}. "
-            "Fix: jo.restore(ocp.CheckpointManager(folder), target)."
+            f"manager: expected an orbax.checkpoint.CheckpointManager, got a {type(manager).__name__}. Fix: "
+            "jo.restore(ocp.CheckpointManager(folder), target); of a jo.disk, disk.resume(target)."
         )
     manager.wait_until_finished()  # a checkpoint that is being written is not damaged
     saved = sorted(manager.all_steps(), reverse=True)
@@ -177,7 +166,18 @@ def _restore_step(ocp: Any, manager: Any, step: int, item: str | None, target: A
             if isinstance(x, jax.ShapeDtypeStruct) and x.sharding is not None:
                 memory.check_platform(x.sharding.addressable_devices)
     wanted, treedef = named(target), jax.tree.structure(target)
-    check_target(wanted, stored, folder)
+    types = {name: None if is_key(wanted.get(name)) else reading(_type_of, x) for name, x in stored.items()}
+    check_target(
+        wanted, types, "checkpoint", folder,
+        "Give a target for everything that was saved. If the checkpoint lacks an optimizer state, make one with "
+        f"tx.init(params) after the restore; to read a part of a checkpoint see docs/state.md."
+        f"{_other_storage(wanted, stored)}",
+    )  # fmt: skip
+    if placeless := [k for k, x in wanted.items() if isinstance(x, jax.ShapeDtypeStruct) and x.sharding is None]:
+        raise ValueError(
+            f"target: leaf {placeless[0]!r} has no sharding; orbax would put it on the device. jo.abstract_state(tx, "
+            "params) has them for a state; for others: jax.ShapeDtypeStruct(shape, dtype, sharding=...)."
+        )
     names, likes = [*wanted], [*wanted.values()]
 
     def read(indices: Sequence[int]) -> list[Any]:
@@ -208,15 +208,6 @@ def _stored_sums(metadata: Any, folder: Any) -> dict[str, int] | None:
     if entry is not None or (file.exists() and _MARK.encode() in file.read_bytes()):
         raise Damaged("its metadata held checksums, and they are not found")
     return None
-
-
-def _with_host_copies(tree: Any) -> Any:
-    host = [x for x in jax.tree.leaves(tree) if memory.on_host(x)]
-    for platform in {next(iter(x.sharding.device_set)).platform for x in host}:
-        wait = "pass copy=False and call manager.wait_until_finished() before the next step"
-        memory.check_host_pool(host + host, platform, "save_args(): the state with its copy", wait)
-    copies = iter(jax.block_until_ready([memory.copy_on_host(x) for x in host]))
-    return jax.tree.map(lambda x: next(copies) if memory.on_host(x) else x, tree)
 
 
 def _path(manager: Any, step: int) -> Any:
@@ -267,34 +258,9 @@ def named(tree: Any) -> dict[str, Any]:
     return {keystr(path, simple=True, separator="/"): x for path, x in leaves}
 
 
-def check_target(wanted: dict[str, Any], stored: dict[str, Any], folder: Any) -> None:
-    """Raise ``ValueError`` if the target has other leaves, shapes or dtypes than are stored, or lacks a sharding.
-
-    orbax would convert dtypes without a word, and choose the device.
-    """
-    if wanted.keys() != stored.keys():
-        raise ValueError(
-            f"target: its leaves differ from those in the checkpoint in {folder}.\n"
-            f"  only in the target     {some(sorted(wanted.keys() - stored.keys()), 5) or 'nothing'}\n"
-            f"  only in the checkpoint {some(sorted(stored.keys() - wanted.keys()), 5) or 'nothing'}\n"
-            "Give a target for everything that was saved. If the checkpoint lacks an optimizer state, make one with "
-            f"tx.init(params) after the restore; to read a part of a checkpoint see docs/state.md."
-            f"{_other_storage(wanted, stored)}"
-        )
-    for name, x in wanted.items():
-        if isinstance(x, jax.ShapeDtypeStruct) and x.sharding is None:
-            raise ValueError(
-                f"target: leaf {name!r} has no sharding; orbax would put it on the device. jo.abstract_state(tx, "
-                "params) has them for a state; for others: jax.ShapeDtypeStruct(shape, dtype, sharding=...)."
-            )
-        if is_key(x) or not hasattr(x, "dtype"):
-            continue
-        got = reading(lambda leaf: (tuple(leaf.shape), np.dtype(leaf.dtype)), stored[name])
-        if got != (tuple(x.shape), np.dtype(x.dtype)):
-            raise ValueError(
-                f"target: leaf {name!r} is {np.dtype(x.dtype).name}{list(x.shape)}, and the checkpoint in {folder} has "
-                f"{got[1].name}{list(got[0])}. Restore it as it was saved, and convert afterwards."
-            )
+def _type_of(stored: Any) -> jax.ShapeDtypeStruct | None:
+    """Return the type of a leaf from orbax's metadata: orbax would convert another dtype without a word."""
+    return jax.ShapeDtypeStruct(stored.shape, np.dtype(stored.dtype)) if hasattr(stored, "dtype") else None
 
 
 def _other_storage(wanted: Collection[str], stored: Collection[str]) -> str:
@@ -320,54 +286,6 @@ def default_target(stored: Any) -> Any:
         sharding = stored.sharding.to_jax_sharding() or sharding
     kind = memory.HOST_KIND if stored.shape else memory.DEVICE_KIND
     return jax.ShapeDtypeStruct(stored.shape, stored.dtype, sharding=memory.with_kind(sharding, kind))
-
-
-class Late(np.ndarray):
-    """An array of zeros in one element's memory. Its deep copy is ``leaf``, which reads its values when asked."""
-
-    leaf: Any
-
-    @classmethod
-    def of(cls, leaf: Any) -> Late:
-        found = np.broadcast_to(np.zeros((), leaf.dtype), leaf.shape).view(cls)
-        found.leaf = leaf
-        return found
-
-    def __deepcopy__(self, memo: Any) -> Any:
-        return self.leaf
-
-
-def read_late(ocp: Any, tree: Any) -> Any:
-    """Return a tree whose leaves on disk are read when orbax writes them.
-
-    Leaves that are divided between processes are read now, because orbax asks only one process for a NumPy array.
-
-    Raises:
-      ValueError: this version of orbax would write other values.
-    """
-
-    def handed(x: Any) -> Any:
-        if not is_on_disk(x):
-            return x
-        if not x.sharding.is_fully_addressable:
-            return x.read(x.sharding)
-        if not _works(ocp):
-            raise ValueError(
-                "jo.save_args: leaves of the state are on disk, and this orbax does not read them when it writes them. "
-                "Fix: disk.commit(step, tree) saves the state where it is; jo.restore(disk, target) reads that."
-            )
-        return Late.of(x)
-
-    return jax.tree.map(handed, tree, is_leaf=is_on_disk)
-
-
-@functools.cache
-def _works(ocp: Any) -> bool:
-    want = np.arange(6, dtype=np.float32).reshape(2, 3)
-    with tempfile.TemporaryDirectory() as folder, ocp.Checkpointer(ocp.StandardCheckpointHandler()) as checkpointer:
-        checkpointer.save(Path(folder) / "x", args=ocp.args.StandardSave({"x": Late.of(want)}))
-        found = checkpointer.restore(Path(folder) / "x", args=ocp.args.StandardRestore({"x": np.zeros_like(want)}))
-    return np.array_equal(found["x"], want)
 
 
 # ---- checksums ------------------------------------------------------------------------------------------------------

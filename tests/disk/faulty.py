@@ -172,10 +172,10 @@ class Run:
     Every test begins with ``restart``, which puts the files of that commit back.
     """
 
-    def __init__(self, folder, **options):
+    def __init__(self, folder):
         self.folder, self.kept = folder / "run", folder / "kept"
         self.files = Faulty(folder)
-        self.disk = jo.disk(self.folder, **options)
+        self.disk = jo.disk(self.folder)
         self.tx = jo.offload(ADAMW, min_bytes=1024, disk=self.disk)
         self.step = jo.jit(self._step, donate_argnums=(0, 1))
         params, state = self.began = self.trained(model(), self.tx.init(model()), 2)
@@ -195,8 +195,8 @@ class Run:
             params, state = self.step(params, state, X)
         return params, state
 
-    def commit(self, step, params, state, **options):
-        return self.disk.commit(step, {"params": params, "state": state}, **options)
+    def commit(self, step, params, state):
+        return self.disk.commit(step, {"params": params, "state": state})
 
     def restart(self):
         """The files and the state as of the commit of step 2, on a disk that is well."""

@@ -12,10 +12,9 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from jax.experimental import multihost_utils
 
 import jax_offload as jo
-from tests.disk.faulty import Faulty, Run, error, model, no_fault
+from tests.disk.faulty import Faulty, error, model, no_fault
 from tests.support.steps import ADAMW, apart
 from tests.support.trees import assert_equal, handles, read
 
@@ -30,34 +29,17 @@ def stepping(tx):
     return jo.jit(lambda p, s: jo.update_params(tx, p, s, p), donate_argnums=(0, 1))
 
 
-# ---- which steps are due ---------------------------------------------------------------------------------------------
+# ---- the numbers of steps --------------------------------------------------------------------------------------------
 
 
-def test_every_second_step_is_kept(tmp_path, monkeypatch):
-    """The first, then every second; one that is not due asks no file, no other process, and looks at no tree. A run
-    that ends between two goes back to the first of them, bit for bit; ``force`` keeps any."""
-    run = Run(tmp_path, commit_every=2)
-    with contextlib.closing(jo.disk(tmp_path / "new", commit_every=2)) as new:
-        tree = {"params": model(), "state": offload(new).init(model())}
-        assert new.commit(1, tree) is True and new.commit(np.int64(2), tree) is True
+def test_steps_are_counted_on(run):
     params, state = run.trained(*run.restart())
-    run.disk.wait()
-    with monkeypatch.context() as patch:
-        patch.setattr(jax, "process_count", lambda: 2)
-        patch.setattr(multihost_utils, "process_allgather", lambda mine: pytest.fail("asks"))
-        before = len(run.files.calls)
-        assert run.disk.commit(3, "not looked at") is False and len(run.files.calls) == before
-    assert run.disk.last_commit == 2
-    run.disk.close()
-    run.holds(2)
-    params, state, _ = run.resumed()
-    params, state = run.trained(params, state)
-    assert run.commit(jnp.int32(3), params, state, force=True) is True and run.disk.last_commit == 3
-    assert run.commit(3, params, state) is False
-    with pytest.raises(ValueError, match=r"step: the last commit in .* is of step 3, .*; got 2\. Fix: .*force=True"):
+    run.commit(jnp.int32(3), params, state)
+    with pytest.raises(ValueError, match=r"step: the last commit in .* is of step 3, .*; got 2\. Fix: count on"):
         run.commit(2, params, state)
-    assert run.commit(2, params, state, force=True) is True and run.disk.last_commit == 2
-    run.disk.close()
+    run.commit(np.int64(3), params, state)
+    assert run.disk.last_commit == 3
+    run.holds(3)
 
 
 @pytest.mark.parametrize("step", [-1, True, 2.0, "2", None, np.float32(2), {"w": np.zeros(2)}])
@@ -105,7 +87,7 @@ def test_a_commit_that_is_interrupted_ends_first(run):
     with interrupted(run, "sync"):
         run.commit(3, params, state)
     assert run.disk.last_commit == 3
-    assert run.commit(4, *run.trained(params, state))
+    run.commit(4, *run.trained(params, state))
     run.holds(4)
 
 
@@ -190,7 +172,7 @@ def test_odd_leaves(disk):
         np.testing.assert_allclose(np.asarray(a, np.complex64), np.asarray(b, np.complex64), rtol=1e-6)
     beside = {"flags": np.array([True, False]), "four": np.ones(3, ml_dtypes.int4), "none": None, "nan": float("nan"),
               "number": np.int8(3), "empty": np.zeros((0, 2)), "text": "x", "key": jax.random.key(3)}  # fmt: skip
-    assert disk.commit(1, {"params": params, "state": state, **beside})
+    disk.commit(1, {"params": params, "state": state, **beside})
     kept = read((params, state))
     tree, _ = disk.resume({"params": params, "state": jo.abstract_state(tx, params), **beside})
     assert_equal(read((tree["params"], tree["state"])), kept)
@@ -212,7 +194,8 @@ def test_the_process_may_go_elsewhere(tmp_path, monkeypatch):
         state = tx.init(model())
         monkeypatch.chdir(tmp_path / "elsewhere")
         params, state = stepping(tx)(model(), state)
-        assert disk.commit(1, (params, state)) and disk.resume((params, jo.abstract_state(tx, params)))[1] == 1
+        disk.commit(1, (params, state))
+        assert disk.resume((params, jo.abstract_state(tx, params)))[1] == 1
     assert not any((tmp_path / "elsewhere").iterdir())
 
 
@@ -228,11 +211,10 @@ def test_what_is_no_disk(tmp_path):
     for wrong, says in no_paths.items():
         with pytest.raises(ValueError, match=f"directory: .*{says}"):
             jo.disk(wrong)
-    for name, values in {"host_bytes": (-1, "16GiB", 1e9), "commit_every": (0, 2.0, True)}.items():
-        for given in values:
-            with pytest.raises(ValueError, match=f"{name}: expected .*; got .*Fix: "):
-                jo.disk(tmp_path, **{name: given})
-    assert repr(jo.disk(tmp_path, commit_every=5)) == f"disk('{tmp_path}', host_bytes=0, commit_every=5)"
+    for given in (-1, "16GiB", 1e9):
+        with pytest.raises(ValueError, match=r"host_bytes: expected .*; got .*Fix: "):
+            jo.disk(tmp_path, host_bytes=given)
+    assert repr(jo.disk(tmp_path, host_bytes=5)) == f"disk('{tmp_path}', host_bytes=5)"
 
 
 CANNOT_BE_MADE = {  # what is wrong, and what it says

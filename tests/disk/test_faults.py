@@ -12,7 +12,6 @@ from collections import Counter
 from contextlib import suppress
 from pathlib import Path
 
-import jax
 import numpy as np
 import optax
 import pytest
@@ -154,7 +153,7 @@ def test_a_commit_that_fails(run, of, file):
     """Wherever it does, what is opened is one of the two commits, whole; until then nothing is written."""
     params, state = run.trained(*run.restart())
     params, state = run.trained(params, state)
-    run.commit(4, params, state, force=True) if of == "allocate" else None
+    run.commit(4, params, state) if of == "allocate" else None
     rest = {"more": np.zeros(9000)} if of == "allocate" else {}
     run.files.fault = error(NO_SPACE, of, 0, file)
     with pytest.raises(OSError, match="No space left"):
@@ -162,13 +161,10 @@ def test_a_commit_that_fails(run, of, file):
     run.files.fault = no_fault
     with pytest.raises(ValueError, match=r"stopped when a commit failed: .*It is as of step \d: .*disk\.resume"):
         run.commit(6, params, state)  # the disk is well again, and the store does not go on
-    run.values(params, state)  # the state can still be read, and saved elsewhere
+    run.values(params, state)  # the state can still be read
     with pytest.raises(ValueError, match="stopped when a commit failed"):
         run.trained(params, state)
     run.values(params, state)  # the step has deleted nothing that it was donated
-    there = jo.restore(run.disk, {"params": model(), "state": jo.abstract_state(jo.offload(optax.adamw(1)), model())})
-    for a, b in zip(jax.tree.leaves(there), run.want[run.disk.last_commit], strict=True):
-        np.testing.assert_array_equal(a, b)
     params, state, step = run.resumed()
     assert step == (4 if (of, file) in (("replace", "manifest.json"), ("allocate", "beside")) else 2)
     run.is_at(step, params, state)
@@ -312,8 +308,8 @@ def test_a_directory_in_use_and_another_optimizer_or_model(run):
     with pytest.raises(ValueError, match=r"holds the state of another run.*step 2.*Fix: disk\.resume"):
         jo.offload(optax.adamw(1e-2), min_bytes=1024, disk=other).init(model())
     for inner, width, message in [
-        (optax.lion(1e-2), 64, "target: its leaves differ from the commit's"),
-        (optax.adamw(1e-2), 32, r"target: .* is float32\[32, 32\], and the commit has float32\[64, 64\]"),
+        (optax.lion(1e-2), 64, "target: its leaves differ from those in the commit"),
+        (optax.adamw(1e-2), 32, r"target: .* is float32\[32, 32\], and the commit in .* has float32\[64, 64\]"),
     ]:
         with pytest.raises(ValueError, match=message):
             run.resumed(inner, width)
@@ -325,7 +321,7 @@ def test_a_resume_that_fails(run, why):
     """The state in use goes on, and its directory stays in use."""
     params, state = run.trained(*run.restart())
     run.files.fault = no_fault if why == "another target" else error(FAILED, why, 0, "beside")
-    with pytest.raises((OSError, ValueError), match=r"its leaves differ from the commit's|Input/output error"):
+    with pytest.raises((OSError, ValueError), match=r"its leaves differ from those in the commit|Input/output error"):
         run.resumed(optax.lion(1e-2))
     run.files.fault = no_fault
     with pytest.raises(ValueError, match=r"in use by process .*in which another jo\.disk has it"):
