@@ -140,20 +140,14 @@ class Chips:
           ValueError: the device has no pinned host memory.
         """
         device = jax.local_devices()[0] if device is None else device
-        load, store, both = _link(device)
-        name, dram = known_as(device.device_kind), dram_bandwidth()
-        like = self(name or "h100")
+        figures: dict[str, Any] = _link(device)
+        name, sharing = known_as(device.device_kind), jax.local_device_count()
+        like, memory = self(name or "h100"), host_memory()
         limit = (device.memory_stats() or {}).get("bytes_limit")
-        usable = min((n for n in host_memory() if n is not None), default=None)
-        sharing = 1 if device.platform == "cpu" else jax.local_device_count()
-        figures: dict[str, Any] = {
-            "host_link": min(load, store),
-            "host_link_both": 2 * both,
-            **({} if dram is None else {"dram_bandwidth": dram / sharing}),
-            "dram_bytes": like.dram_bytes if usable is None else usable // max(1, jax.local_device_count()),
-            # jax tells its own share of a GPU
-            "hbm_bytes": like.hbm_bytes if name or not limit else round(limit / jax_takes(like)[0]),
-        }
+        figures |= _dram(1 if device.platform == "cpu" else sharing)
+        figures |= {} if memory is None else {"dram_bytes": memory // sharing}
+        # jax tells its own share of a GPU
+        figures |= {} if name or not limit else {"hbm_bytes": round(limit / jax_takes(like)[0])}
         sources = {key: f"as {like.name}" for key in like.sources} | dict.fromkeys(figures, "measured on this machine")
         return dataclasses.replace(like, name=name or device.device_kind, sources=sources, **figures)
 
@@ -212,12 +206,8 @@ def _known() -> dict[str, Chip]:
 # -- measured
 
 
-def _link(device: Any) -> tuple[float, float, float]:
-    """Measure the link of one device in compiled programs, as in a step.
-
-    Returns:
-      Bytes per second from the host alone, to the host alone, and in each direction while both are busy.
-    """
+def _link(device: Any) -> dict[str, float]:
+    """Measure the link of one device in compiled programs, as in a step: each direction alone, and both at once."""
     if not isinstance(device, jax.Device):
         raise TypeError(
             f"device: expected a jax.Device, of jax.local_devices(); got {device!r}. jax_offload.chip(name) has the "
@@ -225,46 +215,43 @@ def _link(device: Any) -> tuple[float, float, float]:
         )
     check_platform([device])
     piece = ON_CPU if device.platform == "cpu" else PIECE
-    there, here = (SingleDeviceSharding(device, memory_kind=kind) for kind in (HOST_KIND, DEVICE_KIND))
     sent = np.random.default_rng(0).integers(0, 2**32, piece // 4, np.uint32)
+    there, here = (SingleDeviceSharding(device, memory_kind=kind) for kind in (HOST_KIND, DEVICE_KIND))
     on_host, on_device = ([jax.device_put(sent, where) for _ in range(PIECES)] for where in (there, here))
 
-    def load(xs: Any) -> Any:
-        return [jax.device_put(x, Space.Device) for x in xs]
+    def speed(loads: list[Any], stores: list[Any]) -> float:
+        def move(loads: list[Any], stores: list[Any]) -> Any:
+            return [jax.device_put(x, Space.Device) for x in loads], [jax.device_put(x, Space.Host) for x in stores]
 
-    def store(xs: Any) -> Any:
-        return [jax.device_put(x, Space.Host) for x in xs]
-
-    def speed(move: Callable[..., Any], out: Any, *args: Any) -> float:
         options: Any = compiler_options(device.platform) or None
-        program = jax.jit(move, out_shardings=out).lower(*args).compile(compiler_options=options)
-        return piece * PIECES / _best(lambda: program(*args))
+        places = [here] * len(loads), [there] * len(stores)
+        program = jax.jit(move, out_shardings=places, compiler_options=options)
+        return piece * (len(loads) + len(stores)) / _best(lambda: program(loads, stores))
 
-    loads, stores = speed(load, [here] * PIECES, on_host), speed(store, [there] * PIECES, on_device)
-    both = speed(lambda xs, ys: (load(xs), store(ys)), ([here] * PIECES, [there] * PIECES), on_host, on_device)
-    return loads, stores, both
+    alone = min(speed(on_host, []), speed([], on_device))
+    return {"host_link": alone, "host_link_both": speed(on_host, on_device)}
 
 
-def dram_bandwidth() -> float | None:
+def _dram(sharing: int) -> dict[str, float]:
     """Measure the bytes per second of ``a += 2 b`` on the cores that this process may use, in XLA's CPU code.
 
-    This is STREAM's triad into one of its operands, as in an update: 12 bytes cross for each element. It returns
-    ``None`` if jax was told to do without its CPU backend.
+    This is STREAM's triad into one of its operands, as in an update: 12 bytes cross for each element. Nothing is
+    measured if jax was told to do without its CPU backend. ``sharing``: the devices that share them.
     """
     try:
         cpu = jax.local_devices(backend="cpu")[0]
     except RuntimeError:
-        return None
+        return {}
     with jax.default_device(cpu):
-        a, b = (jax.jit(lambda: jnp.full(ARRAY // 4, 0.1, jnp.float32))() for _ in range(2))
+        held, b = (jax.jit(lambda: jnp.full(ARRAY // 4, 0.1, jnp.float32))() for _ in range(2))
         triad = jax.jit(lambda a, b: a + 2 * b, donate_argnums=0)
-        held = [a]
 
         def run() -> Any:
-            held[0] = triad(held[0], b)
-            return held[0]
+            nonlocal held
+            held = triad(held, b)
+            return held
 
-        return 3 * ARRAY / _best(run)
+        return {"dram_bandwidth": 3 * ARRAY / _best(run) / sharing}
 
 
 def _best(run: Callable[[], Any]) -> float:
@@ -278,32 +265,26 @@ def _best(run: Callable[[], Any]) -> float:
     return min(found)
 
 
-# -- the host's memory
+def host_memory(root: Path = Path("/")) -> int | None:
+    """Return the bytes of host memory that this process may still take: available to the kernel, and left in the least
+    of its groups (cgroup v2); ``None`` if neither is known.
 
-
-def host_memory(root: Path = Path("/")) -> tuple[int | None, int | None]:
-    """Return the bytes of host memory that the kernel has available, and those that this process's cgroup leaves.
-
-    ``None`` stands for no limit. ``root``: the folder of the kernel's files, for tests.
+    ``root``: the folder of the kernel's files, for tests.
     """
-    for line in _text(root / "proc/meminfo").splitlines():
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) * 1024, _cgroup_left(root)
-    return None, _cgroup_left(root)
-
-
-def _cgroup_left(root: Path) -> int | None:
-    """Return the least memory that is left in this process's group or in a group above it (cgroup v2)."""
-    own = next((line[3:] for line in _text(root / "proc/self/cgroup").splitlines() if line.startswith("0::")), "")
-    group, left = root / "sys/fs/cgroup", list[int]()
-    for part in ("", *own.strip("/").replace("..", "").split("/")):  # a container may not have the group's own path
-        group /= part
-        limit, used = (_text(group / name).strip() for name in ("memory.max", "memory.current"))
+    found = [
+        int(kib) * 1024 for kib in re.findall(r"^MemAvailable: +(\d+)", _text(root / "proc/meminfo"), re.MULTILINE)
+    ]
+    top = root / "sys/fs/cgroup"
+    own = re.search(r"^0::/(.*)", _text(root / "proc/self/cgroup"), re.MULTILINE)
+    group = top / (own[1] if own else "")  # a container may not have the group's own path
+    for at in (group, *group.parents[: len(group.parts) - len(top.parts)]):
+        limit, used = (_text(at / name).strip() for name in ("memory.max", "memory.current"))
+        files = re.search(
+            r"^inactive_file (\d+)", _text(at / "memory.stat"), re.MULTILINE
+        )  # the kernel gives these back
         if limit.isdigit():
-            words = (line.split() for line in _text(group / "memory.stat").splitlines())
-            files = next((int(n) for name, n in words if name == "inactive_file"), 0)  # the kernel gives these back
-            left.append(max(0, int(limit) - max(0, int(used or 0) - files)))
-    return min(left, default=None)
+            found.append(max(0, int(limit) - max(0, int(used or 0) - int(files[1] if files else 0))))
+    return min(found, default=None)
 
 
 def _text(path: Path) -> str:

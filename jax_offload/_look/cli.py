@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import dataclasses
-import importlib
+import inspect as signatures
 import json
+import pkgutil
 import platform
 import re
 import sys
 import traceback
-from collections.abc import Sequence
-from typing import Any, Literal
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -23,22 +23,20 @@ import optax
 import jax_offload
 from jax_offload._look.chips import chip, host_memory
 from jax_offload._look.compiled import prepare
-from jax_offload._look.inspection import inspect
+from jax_offload._look.inspection import inspect, verify
 from jax_offload._look.plan import plan
 from jax_offload._look.text import aligned, in_bytes
 from jax_offload._offload import offload, update_params
-from jax_offload._program.memory import HOST_KIND, POOL_HEADROOM, POOL_VARIABLE, pool_limit
+from jax_offload._program.memory import POOL_VARIABLE, pool_limit
 from jax_offload._state.masters import with_master_params
 from jax_offload._step.jit import jit
 
 EXIT_CODES = """Exit codes:
   0  it fits, or may; all is well
-  2  an option is wrong
+  2  an option is wrong, or the compiler for the target is not installed
   3  nothing fits
-  4  the chip is not known
   6  the step does not offload, or does not fit: check says why
   7  this machine cannot offload: doctor says why
-  8  the compiler for the target is not installed
   9  the function of yours raises, or its module does"""
 PLAN = """Does it fit, what to write, what does it cost?
 
@@ -49,8 +47,9 @@ CHECK = """Does a step fit and stream its state, and what does it do with memory
 
 STEP is module:function: a function without arguments that returns (step, *arguments),
 the step jitted with its donation."""
-WRONG, NOTHING_FITS, NOT_KNOWN, FAILS, SELF_TEST_FAILED, NOT_INSTALLED, RAISES = 2, 3, 4, 6, 7, 8, 9
-_MODEL = ("optimizer", "param_dtype", "master", "storage", "clip", "devices", "replicated")  # of a number alone
+DOCTOR = "Can this machine offload? List versions and memories, measure the link, and run a self-test."
+WRONG, NOTHING_FITS, FAILS, CANNOT_OFFLOAD, RAISES = 2, 3, 6, 7, 9
+_OPTIMIZER = "optimizer", "clip", "master", "storage"  # of a number alone
 
 STEPS = 5
 TOLERANCE = 1e-5  # of the resident run's numbers; XLA may round otherwise where a fusion ends
@@ -65,12 +64,13 @@ def main(argv: Sequence[str] | None = None) -> None:
         code = run(**given)
     except (ValueError, TypeError) as error:
         print(f"jax-offload: {error}", file=sys.stderr)
-        raise SystemExit(_code_of(error)) from error
+        raise SystemExit(WRONG) from error
     if code:
         raise SystemExit(code)
 
 
 def parser() -> argparse.ArgumentParser:
+    """Return the parser. ``plan`` takes the keyword arguments of ``jax_offload.plan`` as options, with their texts."""
     how: dict[str, Any] = {"epilog": EXIT_CODES, "formatter_class": argparse.RawDescriptionHelpFormatter}
     top = argparse.ArgumentParser("jax-offload", description="Know before a run whether it fits.", **how)
     top.add_argument("--version", action="version", version=f"jax-offload {jax_offload.__version__}")
@@ -84,52 +84,35 @@ def parser() -> argparse.ArgumentParser:
 
     option = command("plan", _plan, PLAN)
     model = commands.choices["plan"].add_mutually_exclusive_group(required=True)
-    model.add_argument("model", nargs="?", metavar="MODEL")
-    model.add_argument("--params", help="the same as MODEL, where that is a number")
-    option("--chip", help="the accelerator: h100, v5e, ...")
-    option("--device-memory", help="of one device: 80GiB; the chip's where it is left out")
-    option("--host-memory", help="of each host: 256GiB; the chip's figure where it is left out")
-    option("--activations", help="of one device, where you know them: 10GiB")
-    option("--target", help="compile the step of module:function for this chip: h100, v5e:2x2 (extra aot)")
-    option("--tokens", dest="tokens_per_step", help="a step, over all devices")
-    option("--layers", help="with --tokens, gives activations by a formula")
-    option("--width", help="of a layer; follows from the number where --layers is given")
-    option("--disk", action="store_true", help="add a row with the state on disk")
-    option("--optimizer", help="a name in optax or optax.contrib (default: adamw)")
-    option("--param-dtype", help="(default: bfloat16)")
-    option("--compute-dtype", help="of activations and matmuls (default: the parameters')")
+    model.add_argument("model", nargs="?", metavar="MODEL", default=argparse.SUPPRESS)
+    model.add_argument("--params", dest="model", help="the same as MODEL, where that is a number")
+    texts = dict(re.findall(r"^  (\w+): ((?:.|\n   )*)", signatures.getdoc(plan) or "", re.MULTILINE))
+    for name, given in signatures.signature(plan).parameters.items():
+        if given.kind is signatures.Parameter.KEYWORD_ONLY:
+            action = "store_true" if given.default is False else "store"
+            option(f"--{name.replace('_', '-')}", action=action, default=given.default, help=texts.get(name))
+    option("--optimizer", help="a name in optax or optax.contrib; adamw if left out")
+    option("--clip", action="store_true", help="clip gradients by their global norm")
     option("--master", help="dtype of master parameters: float32")
     option("--storage", help="how moments are stored: bfloat16 (changes the numbers)")
-    option("--clip", action="store_true", help="clip gradients by their global norm")
-    option("--devices", help="over which parameters are divided (FSDP; default: 1)")
-    option("--replicated", action="store_true", help="keep parameters whole on every device instead")
     option("--verbose", action="store_true", help="transfers and code of each row, and sources of figures")
     option = command("check", _check, CHECK)
     option("step", metavar="STEP")
     option("--target", help="a chip to compile for that need not be there: h200, v5e:2x2 (extra aot)")
-    command("doctor", _doctor, "Can this machine offload? List versions, measure the link, and run a self-test.")
+    command("doctor", _doctor, DOCTOR)
     return top
 
 
-def _code_of(error: Exception) -> int:
-    says = str(error)
-    if says.startswith(("chip:", "target:")) and "Known: " in says:
-        return NOT_KNOWN
-    return NOT_INSTALLED if says.startswith("target:") and "pip install" in says else WRONG
-
-
-def _plan(model: str | None, params: str | None, verbose: bool, as_json: bool, **given: Any) -> int:
-    model, called = model or params or "", "inner"
+def _plan(model: str, verbose: bool, as_json: bool, **given: Any) -> int:
     _on_the_cpu()
-    of_model = {name: value for name in _MODEL if (value := given.pop(name)) not in (None, False)}
-    if ":" in model:
-        if other := [f"--{name.replace('_', '-')}" for name in of_model]:
-            raise ValueError(f"{', '.join(other)}: of a model that a number describes; {model} has its own.")
-        found = plan(*load(model, "(optimizer, parameters) or (make, optimizer)"), **given)
+    called, own = "inner", {name: value for name in _OPTIMIZER if (value := given.pop(name))}
+    if ":" not in model:
+        tx, called = _optimizer(**own)
+        found = plan(tx, model, **given)
+    elif own:
+        raise ValueError(f"{', '.join(f'--{name}' for name in own)}: {model} has an optimizer of its own.")
     else:
-        own = ("optimizer", "master", "storage", "clip")
-        tx, called = _optimizer(**{name: of_model.pop(name) for name in own if name in of_model})
-        found = plan(tx, model, **of_model, **given)
+        found = plan(*load(model, "(optimizer, parameters) or (make, optimizer)"), **given)
     said = json.dumps(found.to_dict(), indent=1) if as_json else found.describe(verbose)
     print(re.sub(r"\binner\b", called, said))
     return NOTHING_FITS if found.recommended is None and found.usable is not None else 0
@@ -145,28 +128,6 @@ def _check(step: str, target: str | None, as_json: bool) -> int:
     return FAILS if found.errors else 0
 
 
-def _doctor(as_json: bool) -> int:
-    checks = examine()
-    bad, notes = ([check for check in checks if check.kind == kind] for kind in ("bad", "note"))
-    verdict = "this machine can offload" + "; note: " * bool(notes) + ", ".join(check.name for check in notes)
-    if bad:
-        verdict = "this machine cannot offload yet: " + ", ".join(check.name for check in bad)
-    first = [check.next for check in (*bad, *notes) if check.next] or ["jax-offload plan module:function --chip NAME"]
-    if as_json:
-        found = {
-            "ok": not bad,
-            "verdict": verdict,
-            "next_step": first[0],
-            "checks": list(map(dataclasses.asdict, checks)),
-        }
-        print(json.dumps(found, indent=1))
-    else:
-        marks = {"ok": "✓", "note": "!", "bad": "✗"}
-        lines = aligned([(marks[check.kind], check.name, check.says) for check in checks])
-        print("\n".join([f"verdict: {verdict}", f"next: {first[0]}", *lines]))
-    return SELF_TEST_FAILED if bad else 0
-
-
 def _on_the_cpu() -> None:
     """Keep jax on the CPU: nothing runs, so no accelerator must be started or queried."""
     prepare()
@@ -175,7 +136,7 @@ def _on_the_cpu() -> None:
 
 
 def _optimizer(
-    optimizer: str = "adamw", master: str | None = None, storage: str | None = None, clip: bool = False
+    optimizer: str = "adamw", clip: bool = False, master: str | None = None, storage: str | None = None
 ) -> tuple[Any, str]:
     """Return the optimizer that the options describe, and its code."""
     home = next((m for m in (optax, optax.contrib) if optimizer[:1] != "_" and hasattr(m, optimizer)), None)
@@ -192,9 +153,7 @@ def _optimizer(
     if master is not None:
         dtype = "" if master == "float32" else f", {master!r}"
         tx, code = with_master_params(tx, master), f"jo.with_master_params({code}{dtype})"
-    if storage is not None:
-        tx = offload(tx, storage=storage)
-    return tx, code
+    return (offload(tx, storage=storage) if storage else tx), code
 
 
 def load(name: str, wanted: str) -> Any:
@@ -202,100 +161,59 @@ def load(name: str, wanted: str) -> Any:
 
     An error that their code raises is printed with its traceback, and does not count as a wrong option.
     """
-    module, _, function = name.partition(":")
-    if not module or not function:
-        raise ValueError(f"{name}: expected module:function.")
     sys.path.insert(0, "")
     try:
-        made = getattr(importlib.import_module(module), function, None)
-        found = made() if callable(made) else None
+        made = pkgutil.resolve_name(name) if ":" in name else name
+        found = made() if callable(made) else made
     except Exception as error:
-        if isinstance(error, ModuleNotFoundError) and f"{module}.".startswith(f"{error.name}."):
-            raise ValueError(f"{name}: No module named {module!r}") from error
         traceback.print_exception(error)
-        print(f"jax-offload: {name} raises {type(error).__name__}: {error}", file=sys.stderr)
         raise SystemExit(RAISES) from error
-    if not callable(made):
-        has = "nothing" if made is None else f"a {type(made).__name__}"
-        raise ValueError(f"{name}: expected a function without arguments; {module} has {has} of that name.")
     if not isinstance(found, tuple | list) or len(found) < 2:
-        raise ValueError(f"{name}: expected {wanted}; got a {type(found).__name__}.")
+        raise ValueError(
+            f"{name}: expected module:function, a function without arguments that returns {wanted}; got a "
+            f"{type(found).__name__}."
+        )
     return found
 
 
-# -- doctor: installed packages, memories, the link, and a short run
+# -- doctor
 
 
-@dataclasses.dataclass(frozen=True)
-class Check:
-    """One line of the report. ``next``: the next thing to do if it is not ok."""
-
-    name: str
-    kind: Literal["ok", "note", "bad"]
-    says: str
-    next: str = ""
-
-
-def examine() -> list[Check]:
-    """Run all checks, which takes a few seconds."""
-    modules = [f"{module.__name__} {module.__version__}" for module in (jax_offload, jax, jaxlib, optax)]
-    found = [Check("versions", "ok", ", ".join([f"Python {platform.python_version()}", *modules]))]
+def _doctor(as_json: bool) -> int:
+    found, wrong = dict[str, str](), ""
     try:
-        device = jax.local_devices()[0]
-    except RuntimeError as error:
-        return [*found, Check("devices", "bad", f"jax finds none: {error}", "install jax for this machine")]
-    found += [_devices(device), _kinds(device), _host_memory(), _pool(device)]
-    if all(check.kind != "bad" for check in found):
-        found += [_link(device), _self_test(device)]
-    return found
+        for name, says in _examined():
+            found[name] = says
+    except Exception as error:  # the report shows any error
+        wrong = f"{type(error).__name__}: {error}"
+    verdict = f"this machine cannot offload: {wrong}" if wrong else "this machine can offload"
+    if as_json:
+        print(json.dumps({"ok": not wrong, "verdict": verdict, "checks": found}, indent=1))
+    else:
+        print("\n".join([f"verdict: {verdict}", *aligned([*found.items()])]))
+    return CANNOT_OFFLOAD if wrong else 0
 
 
-def _devices(device: Any) -> Check:
-    said = f"{jax.local_device_count()} × {device.device_kind}, platform {device.platform}"
-    if device.platform == "cpu":
-        said += ": no accelerator, so offloading gains nothing here"
-        return Check("devices", "note", said, "run it on the machine with the accelerator")
+def _examined() -> Iterator[tuple[str, str]]:
+    """Yield what each check finds. The first one that fails raises."""
+    modules = (f"{module.__name__} {module.__version__}" for module in (jax_offload, jax, jaxlib, optax))
+    yield "versions", ", ".join([f"Python {platform.python_version()}", *modules])
+    device = jax.local_devices()[0]
     limit = (device.memory_stats() or {}).get("bytes_limit")
-    return Check("devices", "ok", said + (f", {in_bytes(limit)} each for jax" if limit else ""))
-
-
-def _kinds(device: Any) -> Check:
-    kinds = sorted(memory.kind for memory in device.addressable_memories())
-    if HOST_KIND in kinds:
-        return Check("memories", "ok", ", ".join(kinds))
-    return Check("memories", "bad", f"{', '.join(kinds)}: no {HOST_KIND}", "use a jax with pinned_host memory: 0.10 on")
-
-
-def _host_memory() -> Check:
-    named = zip(("available", "left by the cgroup"), host_memory(), strict=True)
-    said = [f"{in_bytes(n)} {what}" for what, n in named if n is not None]
-    return Check("host memory", "ok" if said else "note", ", ".join(said) or "not known")
-
-
-def _pool(device: Any) -> Check:
-    try:
-        limit = pool_limit()
-    except ValueError as error:
-        return Check("pinned pool", "bad", str(error), f"set {POOL_VARIABLE} to a number of GiB, or leave it out")
-    pool = f"{in_bytes(limit)} in a process ({POOL_VARIABLE})"
-    if device.platform not in ("gpu", "cuda", "rocm"):
-        return Check("pinned pool", "ok", f"XLA sets no limit on this platform; on a GPU {pool}")
-    usable = min((n for n in host_memory() if n is not None), default=0)
-    if usable > 2 * limit:
-        fix = f"set {POOL_VARIABLE} to {POOL_HEADROOM:g} times what the state needs, before jax starts"
-        return Check("pinned pool", "note", f"{pool}, of {in_bytes(usable)} available", fix)
-    return Check("pinned pool", "ok", pool)
-
-
-def _link(device: Any) -> Check:
+    said = f"{jax.local_device_count()} × {device.device_kind}, platform {device.platform}"
+    said += f", {in_bytes(limit)} each for jax" if limit else ""
+    said += ": no accelerator, so offloading gains nothing here" if device.platform == "cpu" else ""
+    yield "devices", said
+    there = "unknown" if (n := host_memory()) is None else in_bytes(n)
+    yield "host memory", f"{there}; on a GPU a process pins {in_bytes(pool_limit())} of it at most ({POOL_VARIABLE})"
     found = chip.measured(device)
     said = f"{found.host_link / 1e9:.1f} GB/s one way, {found.host_link_both / 2e9:.1f} each way at once"
     said = "none on a CPU" if device.platform == "cpu" else said
-    said += f"; the cores reach {found.dram_bandwidth / 1e9:.1f} GB/s of the host's memory for each device"
-    return Check("link", "ok", said)
+    yield "link", f"{said}; the cores reach {found.dram_bandwidth / 1e9:.1f} GB/s of host memory for each device"
+    yield "self-test", _self_test(device)
 
 
-def _self_test(device: Any) -> Check:
+def _self_test(device: Any) -> str:
     """Train a small model offloaded and resident: the state has to be on the host, and the numbers alike.
 
     Its layers differ and are updated inside the backward scan, so a row that is loaded or stored in the wrong place
@@ -308,22 +226,19 @@ def _self_test(device: Any) -> Check:
     def loss(params: Any, x: Any) -> Any:
         return (jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, params)[0] ** 2).mean()
 
-    def trained(tx: Any) -> tuple[Any, Any]:
+    def trained(tx: Any, offloaded: bool) -> Any:
         scales = 1 + jnp.arange(layers, dtype=jnp.float32)[:, None, None] / layers
         params = jax.device_put(scales * jnp.eye(width, dtype=jnp.float32), device)
         state = tx.init(params)
         step = jit(lambda p, s, x: update_params(tx, jax.grad(loss)(p, x), s, p), donate_argnums=(0, 1))
         for _ in range(STEPS):
             params, state = step(params, state, x)
-        return np.asarray(params), {leaf.sharding.memory_kind for leaf in jax.tree.leaves(state) if leaf.ndim}
+        if offloaded:
+            verify(step, params, state, x)
+        return np.asarray(params)
 
-    try:
-        (ours, kinds), (resident, _) = trained(offload(inner)), trained(inner)
-    except Exception as error:  # the report shows any error
-        return Check("self-test", "bad", f"{type(error).__name__}: {str(error).splitlines()[0]}", "report it")
-    off = float(np.linalg.norm(ours - resident) / np.linalg.norm(resident))
-    if kinds != {HOST_KIND}:
-        return Check("self-test", "bad", f"the state ended in {sorted(map(str, kinds))}", "report it")
+    resident = trained(inner, offloaded=False)
+    off = float(np.linalg.norm(trained(offload(inner), offloaded=True) - resident) / np.linalg.norm(resident))
     if not off <= TOLERANCE:
-        return Check("self-test", "bad", f"{STEPS} steps differ from the resident ones by {off:.1e}", "report it")
-    return Check("self-test", "ok", f"{STEPS} steps equal the resident ones to {off:.0e}; the state is in {HOST_KIND}")
+        raise ValueError(f"{STEPS} steps differ from the resident ones by {off:.1e}: report it")
+    return f"{STEPS} steps equal the resident ones to {off:.0e}, with the state in host memory"

@@ -70,7 +70,7 @@ def clock(monkeypatch, *seconds):
 
 
 def test_each_way_alone_and_both_at_once_and_the_host_s_memory(monkeypatch):
-    """The best of three; ``both`` is what one way has while the other is busy; two arrays are read, one is written."""
+    """The best of three; ``both`` is what both directions copy at once; two arrays are read, one is written."""
     monkeypatch.setattr(chips, "ARRAY", 2**12)
     runs = (3, 2, 5), (4, 6, 5), (9, 8, 7)  # to the device, to the host, both
     clock(monkeypatch, *itertools.chain(*runs), 4, 2, 3)
@@ -79,14 +79,14 @@ def test_each_way_alone_and_both_at_once_and_the_host_s_memory(monkeypatch):
     assert found.dram_bandwidth == pytest.approx(3 * 2**12 / 2)
     assert found.name == "cpu" and found.bf16 == jo.chip("h100").bf16
     assert (found.sources["host_link"], found.sources["bf16"]) == ("measured on this machine", "as h100")
-    monkeypatch.setattr(chips, "dram_bandwidth", lambda: None)
+    monkeypatch.setattr(chips, "_dram", lambda sharing: {})  # without jax's backend for the CPU
     clock(monkeypatch, *itertools.chain(*runs))
     assert jo.chip.measured().dram_bandwidth == jo.chip("h100").dram_bandwidth
 
 
 def test_a_card_without_a_name_has_the_memory_that_jax_takes_its_share_of(monkeypatch):
-    monkeypatch.setattr(chips, "_link", lambda device: (20e9, 20e9, 15e9))
-    monkeypatch.setattr(chips, "dram_bandwidth", lambda: 7e9)
+    monkeypatch.setattr(chips, "_link", lambda device: {"host_link": 20e9, "host_link_both": 30e9})
+    monkeypatch.setattr(chips, "_dram", lambda sharing: {"dram_bandwidth": 7e9})
     monkeypatch.delenv("XLA_PYTHON_CLIENT_MEM_FRACTION", raising=False)
     stats = {"bytes_limit": 18 * 2**30}
     card = SimpleNamespace(device_kind="NVIDIA GeForce RTX 4090", platform="gpu", memory_stats=lambda: stats)

