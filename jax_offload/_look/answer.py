@@ -17,7 +17,7 @@ import textwrap
 from functools import cached_property
 from typing import Any
 
-from jax_offload._look.chips import FRACTION, HEADROOM, MOST, Chip, jax_takes, larger_share, on_gpus, share_for, usable
+from jax_offload._look.chips import FRACTION, HEADROOM, MOST, Chip, jax_takes, on_gpus, share_for, usable
 from jax_offload._look.text import aligned, in_bytes, in_seconds, terminal_width
 from jax_offload._look.timeline import link_time
 from jax_offload._program.memory import POOL_HEADROOM, POOL_VARIABLE, pool_limit
@@ -267,66 +267,54 @@ class Plan:
 
     @cached_property
     def _answer(self) -> tuple[str, str, Row | None]:
-        """Two sentences, what to do and why or what else; the line to write; and the row that it is for."""
-        best, ranked = self.recommended, self._ranked
-        on = "each device" if self.devices > 1 else "the device"
+        """The verdict, what to do and why or what else; the line to write; and the row that it is for."""
         if self.usable is None:
             known = "Whether it fits is not known. Give a chip or device_memory; the bytes below are exact."
             return known, "", None
+        on = "each device" if self.devices > 1 else "the device"
+        best, (larger, share) = self.recommended, self._with_a_larger_share
+        setting = f"With {FRACTION}={share:g} in the environment,"
+        resident = next((row for row in self.options if row.name == "resident"), None)
         if best is None:
-            return self._nothing_fits(on)
-        resident = next((row for row in ranked if row.name == "resident"), None)
+            same = [row for row in self._ranked if row.same_numbers] or self._ranked
+            least = min(same, key=lambda row: row.peak)
+            first = f"Nothing fits: {least.name} takes least and is {least.why} on {on}."
+            if larger is not None:
+                fits = _condition(larger, int((self.device_memory or 0) * share * (1 - HEADROOM)) - larger.peak)
+                second = f"{setting} {WORDS.get(larger.name, larger.name)} fits {fits}".rstrip()
+                return f"{first} {second}.", f"export {FRACTION}={share:g}\n{larger.code}", larger
+            second = "Divide the parameters over the devices (FSDP), or take more or larger ones."
+            if on_device := [row for row in same if (row.room or 0) >= 0]:
+                least = min(on_device, key=self._over_on_the_host)
+                over = in_bytes(self._over_on_the_host(least))
+                first = f"Nothing fits: {least.name} needs {over} more of the host's memory for each device."
+                second = "Take a host with more, a state on disk (disk=True), or more devices."
+            elif (takes := least.activations or 0) > least.peak / 2:
+                second = f"Activations take {in_bytes(takes)}: take fewer tokens a step, or more devices."
+            return f"{first} {second}", "", None
         name = WORDS.get(best.name, best.name)
-        name = name[0].upper() + name[1:]
         changes = "" if best.same_numbers else ", and changes the numbers, as nothing else fits"
-        if best.fits:
-            adds = "" if best.added is None else f" and adds {best.adds} to a step"
-            of = f"{in_bytes(best.peak)} of the {in_bytes(self.usable)} usable on {on}"
-            first = f"{name} fits with {of}{adds}{changes}."
-            second = f"Resident is {resident.why}." if resident and resident.why else "No other row is cheaper."
-            if best is resident:
-                second = "Nothing has to be offloaded."
-            elif resident and best.host and not resident.missing and (share := self._share_for(resident)) <= MOST:
-                instead = f"With {FRACTION}={share:g} in the environment, nothing has to be offloaded"
-                first, second = f"{instead}: resident then fits.", f"Without it, {first[0].lower()}{first[1:]}"
-            return f"{first} {second}", best.code, best
-        over = f"Resident is {resident.why}; {ASK}" if resident and resident.fits is False else ASK.capitalize()
-        said = f"{name} fits {best.why} on {on}{changes}. {over}, and plan finds the smallest fraction."
-        return said, best.code, best
+        is_over = "" if resident is None or not resident.why else f"Resident is {resident.why}"
+        if best.fits is None:
+            second = f"{is_over}; {ASK}" if resident and resident.fits is False else ASK.capitalize()
+            first = f"{name} fits {best.why} on {on}{changes}. {second}, and plan finds the smallest fraction."
+            return first[0].upper() + first[1:], best.code, best
+        adds = "" if best.added is None else f" and adds {best.adds} to a step"
+        first = f"{name} fits with {in_bytes(best.peak)} of the {in_bytes(self.usable)} usable on {on}{adds}{changes}."
+        if best.host and larger is not None and larger is resident and not larger.missing:
+            return f"{setting} nothing has to be offloaded: resident then fits. Without it, {first}", best.code, best
+        second = f"{is_over}." if is_over else "No other row is cheaper."
+        second = "Nothing has to be offloaded." if best is resident else second
+        return f"{first[0].upper()}{first[1:]} {second}", best.code, best
 
-    def _nothing_fits(self, on: str) -> tuple[str, str, Row | None]:
-        """Return the answer if no row fits: a larger share of the device's memory if that suffices, or what to take."""
-        same = [row for row in self._ranked if row.same_numbers] or self._ranked
-        least = min(same, key=lambda row: row.peak)
-        first = f"Nothing fits: {least.name} takes least and is {least.why} on {on}."
-        for row in same:
-            needed = self._share_for(row)
-            if (row.room or 0) < 0 and needed <= MOST and not self._over_on_the_host(row):
-                share = MOST if row.missing else needed
-                fits = _condition(row, int((self.device_memory or 0) * share * (1 - HEADROOM)) - row.peak)
-                second = f"With {FRACTION}={share:g} in the environment, {WORDS.get(row.name, row.name)} fits {fits}"
-                return f"{first} {second.rstrip()}.", f"export {FRACTION}={share:g}\n{row.code}", row
-        if on_device := [row for row in same if (row.room or 0) >= 0]:
-            least = min(on_device, key=self._over_on_the_host)
-            over = in_bytes(self._over_on_the_host(least))
-            first = f"Nothing fits: {least.name} needs {over} more of the host's memory for each device."
-            return f"{first} Take a host with more, a state on disk (disk=True), or more devices.", "", None
-        second = "Divide the parameters over the devices (FSDP), or take more or larger ones."
-        if (takes := least.activations or 0) > least.peak / 2:
-            second = f"Activations take {in_bytes(takes)}: take fewer tokens a step, or more devices."
-        return f"{first} {second}", "", None
-
-    def _share_for(self, row: Row) -> float:
-        return share_for(self.chip, self.device_memory or 0, row.peak)
-
-    def _preallocated(self) -> str:
-        """Name the rows that are more than the share of a GPU that jax takes, and less than the GPU has; or nothing."""
-        said, memory = list[str](), self.device_memory or 0
-        for row in self.options:
-            if on_gpus(self.chip) and not row.missing and (row.room or 0) < 0 and row.peak <= memory:
-                said.append(f"{row.name} takes {row.peak / memory:.0%} and {larger_share(self.chip, memory, row.peak)}")
-        taken = f"preallocation: jax takes {jax_takes(self.chip)[0]:.0%} of the device for itself"
-        return "; ".join([taken, *said]) if said else ""
+    @cached_property
+    def _with_a_larger_share(self) -> tuple[Row | None, float]:
+        """The cheapest row that fits only if jax takes a larger share of a GPU's memory than now, and the share."""
+        for row in self._ranked:
+            share = share_for(self.chip, self.device_memory or 0, row.peak)
+            if (row.room or 0) < 0 and share <= MOST and not self._over_on_the_host(row):
+                return row, MOST if row.missing else share
+        return None, MOST
 
     @cached_property
     def assumptions(self) -> tuple[str, ...]:
@@ -337,7 +325,6 @@ class Plan:
                 f"memory: {in_bytes(self.device_memory)}; {jax_takes(self.chip)[1]}; less {HEADROOM:.0%} headroom, "
                 f"{in_bytes(self.usable)} count"
             )
-        found += filter(None, [self._preallocated()])
         if any(row.activations is None for row in self.options):
             found.append("activations: not known, in no sum")
         found.append(self._time(compiled))
