@@ -4,7 +4,6 @@ from jax_offload._look.answer import Plan as Plan
 from jax_offload._look.answer import Row as Row
 from jax_offload._look.chips import Chip as Chip
 from jax_offload._look.inspection import Inspection as Inspection
-from jax_offload._look.inspection import Profile as Profile
 from jax_offload._look.report import Placement as Placement
 from jax_offload._look.timeline import Timeline as Timeline
 from jax_offload._state.placement import Leaf as Leaf
@@ -18,7 +17,6 @@ __all__ = [
     "Pipelined",
     "Placement",
     "Plan",
-    "Profile",
     "Row",
     "StoredState",
     "Timeline",

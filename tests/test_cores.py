@@ -186,7 +186,7 @@ def test_what_looks_at_a_step_says_which_of_its_programs():
     report = jo.verify(step, params, state, X)
     assert report.program == "before" and "drives this step in several programs" in str(report)
     if jax.__version_info__ >= (0, 11):  # before, the profiler crashes in a process that has compiled for a target
-        assert jo.profile(step, params, state, X, steps=1).simulated is None
+        assert jo.profile(step, params, state, X, steps=1).compute > 0
 
 
 def test_a_step_with_numbers_among_its_arguments_is_looked_at():

@@ -22,7 +22,6 @@ from jax_offload._look.timeline import (
     COLLECTIVES,
     COMPUTE,
     LOAD,
-    SECONDS,
     STORE,
     UNKNOWN,
     Program,
@@ -406,46 +405,11 @@ def verify(step: Any, *args: Any, target: str | None = None, **kwargs: Any) -> I
     return found
 
 
-# ---- a step as it ran: the profiler's trace as a timeline, beside the simulated one
+# ---- a step as it ran: the profiler's trace as a timeline
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class Profile(Timeline):
-    """The measured breakdown of a step's time: a ``Timeline`` per step, to ``print`` or ``save``.
-
-    ``jax_offload.profile`` returns it. ``step`` is from the beginning of the first operation to the end of the last,
-    divided by the number of steps. A picture or a trace shows all measured steps.
-
-    Attributes:
-      segments: everything that ran, each with ``lane``, ``begin``, ``end``, ``name`` and ``nbytes``.
-      chip: empty, as nothing is simulated.
-      link: seconds in which the busier direction of the link is in use.
-      window: 0, as a profile does not show it.
-      steps: the number of measured steps.
-      simulated: the simulated timeline; ``None`` if the chip's figures are unknown or the step is several programs.
-
-    Example:
-      >>> import jax, jax.numpy as jnp, jax_offload as jo
-      >>> seen = jo.profile(jax.jit(lambda x: jnp.tanh(x @ x)), jnp.ones((256, 256)))
-      >>> isinstance(seen, jo.types.Profile), seen.exposed  # a CPU has no link
-      (True, 0.0)
-    """
-
-    simulated: Timeline | None = None
-
-    def __str__(self) -> str:
-        known = [self] if self.simulated is None else [self, self.simulated]
-        names = [name for name in SECONDS if self.collectives or "collectives" not in name]
-        rows = [(name, *(f"{1e3 * getattr(t, name):.3f}" for t in known)) for name in names]
-        head = (f"ms per step, of {self.steps}", "measured", "simulated")[: 1 + len(known)]
-        lines = aligned([head, *rows], (1, 2))
-        if self.simulated is not None and self.step:
-            lines.append(f"the simulation is off by {self.simulated.step / self.step - 1:+.0%}")
-        return "\n".join(lines)
-
-
-def measured(segments: Sequence[Segment], steps: int, simulated: Timeline | None = None) -> Profile:
-    """Return the profile of the segments of some steps.
+def measured(segments: Sequence[Segment], steps: int) -> Timeline:
+    """Return the timeline of the segments of some steps.
 
     Raises:
       ValueError: nothing ran.
@@ -454,12 +418,12 @@ def measured(segments: Sequence[Segment], steps: int, simulated: Timeline | None
         raise ValueError("profile(): the trace has nothing of a device or of XLA: may this user profile it?")
     first = min(s.begin for s in segments)
     moved = [dataclasses.replace(s, begin=s.begin - first, end=s.end - first) for s in segments]
-    found = Profile(tuple(moved), steps=steps, simulated=simulated)
+    found = Timeline(tuple(moved), steps=steps)
     return dataclasses.replace(found, link=max(found.loading, found.storing))
 
 
-def profile(step: Any, *args: Any, steps: int = 3, chip: str | Chip | None = None) -> Profile:
-    """Run a step several times under jax's profiler, and compare where its time went with the simulation.
+def profile(step: Any, *args: Any, steps: int = 3) -> Timeline:
+    """Run a step several times under jax's profiler, and say where its time went.
 
     The step must return its donated arguments: a result with the structure, shapes and dtypes of one takes its place
     in the next run. It runs once before measuring, to compile. Donated arguments are gone afterwards. Profile a step of
@@ -472,11 +436,11 @@ def profile(step: Any, *args: Any, steps: int = 3, chip: str | Chip | None = Non
       step: a training step, jitted.
       *args: its arguments, on the devices.
       steps: how many runs to measure.
-      chip: the chip whose speeds the simulation uses, as ``jax_offload.chip`` takes it; found by the device's name if
-        left out.
 
     Returns:
-      A ``Profile``.
+      A ``Timeline`` to print, with the figures of one step. Its ``step`` is from the beginning of the first operation
+      to the end of the last, divided by the number of steps. The ``timeline`` of ``jax_offload.inspect`` has the same
+      figures, simulated.
 
     Raises:
       ValueError: ``steps`` is below 1, a donated argument is not returned, the devices are TPUs, or the trace is empty.
@@ -496,8 +460,6 @@ def profile(step: Any, *args: Any, steps: int = 3, chip: str | Chip | None = Non
             "their leaves' names), and at jax_offload.inspect."
         )
     step = step if hasattr(step, "lower") else jax.jit(step)
-    checked = inspect(step, *args, chip=chip)
-    simulated = None if checked.program else checked.timeline  # of several programs one is no measure
     args = _following(args, jax.block_until_ready(step(*args)))
     with tempfile.TemporaryDirectory() as folder:
         with jax.profiler.trace(folder):
@@ -505,7 +467,7 @@ def profile(step: Any, *args: Any, steps: int = 3, chip: str | Chip | None = Non
                 args = _following(args, jax.block_until_ready(step(*args)))
         files = sorted(Path(folder).rglob("*.xplane.pb"))
         data = jax.profiler.ProfileData.from_file(str(files[0])) if files else None
-        return measured([] if data is None else segments_of(data), steps, simulated)
+        return measured([] if data is None else segments_of(data), steps)
 
 
 def _following(args: tuple[Any, ...], results: Any) -> tuple[Any, ...]:

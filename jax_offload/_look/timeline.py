@@ -272,7 +272,8 @@ class Timeline:
     Attributes:
       segments: everything that ran, each with ``lane``, ``begin``, ``end``, ``name`` and ``nbytes``.
       chip: the chip whose speeds the simulation uses; empty if measured.
-      link: seconds that the copies between host and device would take alone, in both directions at once.
+      link: seconds that the copies between host and device would take alone, in both directions at once; if measured,
+        seconds in which the busier direction is in use.
       window: the most bytes from the host that are in device memory at a time, before their last use; 0 if measured.
       steps: the number of steps.
 
@@ -288,6 +289,11 @@ class Timeline:
     link: float = 0.0
     window: int = 0
     steps: int = 1
+
+    def __str__(self) -> str:
+        how = f"simulated on {self.chip}, not measured" if self.chip else f"measured, per step of {self.steps}"
+        names = (name for name in SECONDS if self.collectives or "collectives" not in name)
+        return "\n".join([f"ms, {how}", *(f"{name:22}{1e3 * getattr(self, name):10.3f}" for name in names)])
 
     def spans(self, *lanes: str) -> list[Span]:
         """Return the intervals in which any of these lanes is busy."""
