@@ -381,7 +381,7 @@ def test_looking_at_a_step(tmp_path):
     found = Reader(tmp_path).namespace
     found["train"] = jo.pipelined(found["step"], donate_argnums=(0, 1))
     code = "\n".join(blocks("docs/inspect.md"))
-    code = re.sub(r', target="\w+"', "", code).replace('seen.timeline.save("step.png")', "")
+    code = re.sub(r', target="\w+"', "", code).replace('seen.timeline.save("step.json")', "")
     before, measured = code.split("measured = ", 1)
     exec(before, found)
     plain, pipelined = ("measured = " + measured).split("carry, aux")

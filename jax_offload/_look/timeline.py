@@ -24,7 +24,6 @@ import jax
 
 from jax_offload._look.chips import Chip
 from jax_offload._look.hlo import RUNS, Buffers, Computation, Module, Op
-from jax_offload._look.text import in_seconds
 
 Span = tuple[float, float]  # from when to when, in seconds
 
@@ -32,6 +31,13 @@ COMPUTE, LOAD, STORE = "compute", "load", "store"
 COLLECTIVES, WITHIN = "collectives", "within the device"
 SECONDS = ("step", "compute", "loading", "storing", "overlap", "exposed", "collectives", "exposed_collectives", "idle")
 UNKNOWN = "not known"
+_LANES = {
+    COMPUTE: "compute",
+    LOAD: "host to device",
+    STORE: "device to host",
+    COLLECTIVES: "collectives",
+    WITHIN: "within device",
+}
 _OTHER_WAY = {LOAD: STORE, STORE: LOAD}
 _ROUNDED = (None, "default", "fastest", "bfloat16")  # precisions at which a TPU rounds what its matmuls read
 
@@ -363,24 +369,30 @@ class Timeline:
         return without(self.spans(LOAD, STORE, COLLECTIVES), self.spans(COMPUTE))
 
     def save(self, path: str | Path) -> None:
-        """Write a picture, ``.png`` or ``.svg``, or with ``.json`` a trace that https://ui.perfetto.dev opens.
-
-        The picture has a lane for compute and one for each direction of the link, with waits in red. It needs
-        matplotlib (the extra ``plot``).
+        """Write a trace that https://ui.perfetto.dev opens, with a lane for compute and one for each direction.
 
         Args:
-          path: the path of the file, which ends with ``.png``, ``.svg`` or ``.json``.
+          path: the path of the file, which ends with ``.json``.
 
         Raises:
-          ValueError: the path has another ending, or matplotlib is not installed.
+          ValueError: the path has another ending.
         """
         path = Path(path)
-        if path.suffix == ".json":
-            path.write_text(json.dumps(trace(self)))
-        elif path.suffix in (".png", ".svg"):
-            draw(self, path)
-        else:
-            raise ValueError(f"save(): path {str(path)!r} ends with {path.suffix!r}; expected .png, .svg or .json.")
+        if path.suffix != ".json":
+            raise ValueError(f"save(): path {str(path)!r} ends with {path.suffix!r}; expected .json, for Perfetto.")
+        used = {segment.lane for segment in self.segments}
+        lanes = [lane for lane in _LANES if lane in used or lane in (COMPUTE, LOAD, STORE)]
+        events: list[Mapping[str, Any]] = [
+            {"ph": "M", "pid": 1, "tid": k, "name": name, "args": args}
+            for k, lane in enumerate(lanes)
+            for name, args in (("thread_name", {"name": _LANES[lane]}), ("thread_sort_index", {"sort_index": k}))
+        ]
+        for s in self.segments:
+            args = {"bytes": s.nbytes} if s.lane != COMPUTE else {}
+            times = {"ts": 1e6 * s.begin, "dur": 1e6 * (s.end - s.begin)}
+            events.append({"ph": "X", "pid": 1, "tid": lanes.index(s.lane), "name": s.name, "args": args} | times)
+        how = f"simulated on {self.chip}, not measured" if self.chip else "measured"
+        path.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms", "otherData": {"what": how}}))
 
     def to_dict(self) -> dict[str, Any]:
         """Return the sums as JSON types, without segments."""
@@ -404,84 +416,3 @@ def transfers(played: Timeline, unknown: str = UNKNOWN) -> tuple[Transfer, ...]:
         hidden = 1 - length(without(busy, computing)) / seconds if seconds else 1.0
         result.append(Transfer(leaf, loads, nbytes, len(copies), hidden))
     return tuple(result)
-
-
-_LANES = {
-    COMPUTE: ("compute", "#4c6a92"),
-    LOAD: ("host to device", "#3f8f6b"),
-    STORE: ("device to host", "#c9862c"),
-    COLLECTIVES: ("collectives", "#7d5ba6"),
-    WITHIN: ("within device", "#8a8a8a"),
-}
-_WAIT = "#c0392b"
-_LABELLED = 0.03  # a segment shows its name if it takes at least this share of the time
-_HEIGHT = 0.72  # of a lane's bars
-
-
-def lanes_of(timeline: Timeline) -> list[str]:
-    """Return the lanes of a picture from the top; the first three are always there."""
-    used = {segment.lane for segment in timeline.segments}
-    return [lane for lane in _LANES if lane in used or lane in (COMPUTE, LOAD, STORE)]
-
-
-def draw(timeline: Timeline, path: Path) -> None:
-    """Draw the lanes to a ``.png`` or ``.svg``."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ValueError(
-            "save(): a picture needs matplotlib: pip install 'jax_offload[plot]'; a .json needs nothing."
-        ) from error
-    lanes, end = lanes_of(timeline), timeline.step * timeline.steps or 1e-9
-    figure = Figure(figsize=(13, 0.62 * len(lanes) + 1.6), layout="constrained")
-    axes: Any = figure.subplots()
-    for row, lane in enumerate(lanes):
-        segments = [s for s in timeline.segments if s.lane == lane]
-        _bars(axes, row, [(s.begin, s.end) for s in segments], _LANES[lane][1])
-        for s in segments:
-            if (share := (s.end - s.begin) / end) >= _LABELLED and s.name:
-                letters = int(share * 150)
-                text = s.name if len(s.name) <= letters else "…" + s.name[1 - letters :] if letters > 4 else ""
-                axes.text(1e3 * (s.begin + s.end) / 2, row, text, ha="center", va="center", fontsize=7,
-                          color="white", clip_on=True)  # fmt: skip
-    _bars(axes, 0, timeline.waits, _WAIT)
-    moved = [sum(s.nbytes for s in timeline.segments if s.lane == lane) for lane in lanes]
-    names = [_LANES[lane][0] + (f"\n{n / 2**20:.0f} MiB" if n else "") for lane, n in zip(lanes, moved, strict=True)]
-    axes.set_yticks(range(len(lanes)), names)
-    axes.set_ylim(len(lanes) - 0.4, -0.6)
-    axes.set_xlim(0, end * 1e3)
-    axes.set_title(_title(timeline), loc="left", fontsize=10)
-    axes.set_xlabel("ms")
-    axes.spines[["top", "right"]].set_visible(False)
-    figure.savefig(path, dpi=110)
-
-
-def _bars(axes: Any, row: int, spans: list[tuple[float, float]], color: str) -> None:
-    bars = [(1e3 * begin, 1e3 * (end - begin)) for begin, end in spans]
-    many = len(bars) > 200  # as one image, even in an .svg
-    axes.broken_barh(bars, (row - _HEIGHT / 2, _HEIGHT), color=color, linewidth=0, rasterized=many)
-
-
-def _title(t: Timeline) -> str:
-    step, compute, exposed = map(in_seconds, (t.step, t.compute, t.exposed))
-    if not t.chip:
-        return f"measured: {step}, of which {compute} of compute, {exposed} of transfers alone"
-    how = f"simulated on {t.chip}, not measured"
-    return f"one step, {how}: {step} = {compute} of compute + {exposed} of waits for transfers (red)" + (
-        f" + {in_seconds(t.exposed_collectives)} for collectives" if t.collectives else ""
-    )
-
-
-def trace(timeline: Timeline) -> dict[str, Any]:
-    """Return Chrome's trace format, which Perfetto opens: a thread for each lane."""
-    lanes = lanes_of(timeline)
-    events: list[Mapping[str, Any]] = [
-        {"ph": "M", "pid": 1, "tid": k, "name": name, "args": args}
-        for k, lane in enumerate(lanes)
-        for name, args in (("thread_name", {"name": _LANES[lane][0]}), ("thread_sort_index", {"sort_index": k}))
-    ]
-    for s in timeline.segments:
-        args = {"bytes": s.nbytes} if s.lane != COMPUTE else {}
-        times = {"ts": 1e6 * s.begin, "dur": 1e6 * (s.end - s.begin)}
-        events.append({"ph": "X", "pid": 1, "tid": lanes.index(s.lane), "name": s.name, "args": args} | times)
-    return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": {"what": _title(timeline)}}
