@@ -41,7 +41,7 @@ from jax_offload._program.primitives import Home, guarded
 from jax_offload._program.private import traces
 from jax_offload._rewrite.inlined import traced_step
 from jax_offload._rewrite.rewritten import rewritten
-from jax_offload._schedule.schedule import Options, Order, merged
+from jax_offload._schedule.schedule import Options, merged
 from jax_offload._state import arguments
 from jax_offload._state.arguments import described
 from jax_offload._state.masters import checked_update
@@ -65,7 +65,6 @@ def offload(
     select: Select = None,
     min_bytes: int = DEFAULT_MIN_BYTES,
     window: int | None = None,
-    order: Order = None,
     shard_over: str | Sequence[str] | None = None,
     storage: Any = None,
     update_on: Any = "device",
@@ -80,7 +79,8 @@ def offload(
       inner: any optax transformation, or an ``optax.MultiSteps``.
       fraction: the share of the eligible bytes, over all devices, that lives on the host: a float in [0, 1], or a
         pytree prefix of the parameters with a float for each subtree. Leaves are taken in the order of the backward
-        pass, as close to the share as whole leaves allow. With 0, and without ``shard_over`` and ``storage``, the
+        pass that the paths suggest, ``layers_10`` before ``layers_2``, as close to the share as whole leaves allow.
+        With 0, and without ``shard_over`` and ``storage``, the
         compiled program is the same as with ``inner`` alone; the other options are still checked.
       select: the parameters whose state may move: a pytree prefix of the parameters with bools; one or several regular
         expressions, searched in a parameter's path ``a/b/c``; or a function of that path and the state leaf. A rule
@@ -93,10 +93,6 @@ def offload(
         largest usual groups, so that one loads while another is updated; it makes less room if that would be more than
         256 MiB and a large part of the state. ``jax_offload.placement`` prints the window and why it has that size,
         and how each leaf streams.
-      order: regular expressions searched in a parameter's path, in the order in which the gradients of the matching
-        parameters appear in the backward pass, ``["head", "layers", "embed"]``. Parameters that match no rule come
-        last. A rule that matches no parameter is an error. ``None`` takes the order of the traced gradients where the
-        trace shows it, otherwise ``layers_10`` before ``layers_2``.
       shard_over: the mesh axes, such as ``"data"``, over which to divide the state of parameters that are replicated
         there (ZeRO-1, Rajbhandari et al. 2020). Leaves of their parameter's shape and of ``min_bytes`` or more are
         divided, along the first axis that divides evenly and is not sharded yet; in leaves with three or more axes the
@@ -154,7 +150,7 @@ def offload(
         inner = inner.gradient_transformation()
     arguments.check_inner(inner)
     said: dict[str, Any] = {
-        "fraction": fraction, "select": select, "min_bytes": min_bytes, "window": window, "order": order,
+        "fraction": fraction, "select": select, "min_bytes": min_bytes, "window": window,
         "shard_over": shard_over, "update_on": update_on, "disk": disk,
     }  # fmt: skip
     policy = Policy(**said)
@@ -232,7 +228,7 @@ def offload(
         on_cores = frozenset(k for k, leaf in enumerate(plan) if leaf.on_cores)
         on_disk = frozenset(k for k, leaf in enumerate(plan) if leaf.disk)
         options = Options(
-            window, None if order is None else tuple(order), shardings, sharded, on_cores=on_cores, on_disk=on_disk,
+            window, shardings, sharded, on_cores=on_cores, on_disk=on_disk,
             remembered=frozenset(from_memory), unknown=arguments.without_sharding(like, shardings), home=home,
         )  # fmt: skip
         if (gathered := arguments.facts().gathered) is not None:

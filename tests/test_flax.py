@@ -93,7 +93,7 @@ def test_rules_mean_the_same_in_a_box(kind):
     for select, names in {"down/kernel$": {"down/kernel"}, "^up": {"up/kernel"}}.items():
         table = jo.placement(jo.offload(optax.adamw(1e-3), select=select), params)
         assert {leaf.param for leaf in table.leaves if leaf.host} == names
-    table = jo.placement(jo.offload(optax.adamw(1e-3), fraction=0.5, order=["up", "down"]), params)
+    table = jo.placement(jo.offload(optax.adamw(1e-3), fraction=0.5), params)
     assert {leaf.param for leaf in table.leaves if leaf.host} == {"up/kernel"}
     with pytest.raises(ValueError, match=r"no parameter's path matches \['value'\].* down/kernel, up/kernel"):
         jo.placement(jo.offload(optax.adamw(1e-3), select="value"), params)

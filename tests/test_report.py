@@ -1,4 +1,4 @@
-"""The table says how each leaf streams and why; ``order`` and the trace decide the order."""
+"""The table says how each leaf streams and why, and in which order."""
 
 import itertools
 import re
@@ -13,7 +13,7 @@ from jax.sharding import AxisType, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_offload as jo
-from tests.support.trees import in_scope, shardings_in
+from tests.support.trees import shardings_in
 from tests.support.words import words
 
 S = jax.ShapeDtypeStruct
@@ -67,16 +67,15 @@ def test_an_update_that_needs_arguments_says_so():
 
 
 @pytest.mark.parametrize(
-    ("names", "order", "taken"),
+    ("names", "taken"),
     [
-        (["first", "zebra", "apple", "last"], ["apple", "first"], {"apple", "first"}),
-        (["a1", "a2", "b1", "b2"], ["2", "a", "b"], {"a2", "b2"}),  # the first rule that matches counts
-        (["embed", "layers_2", "layers_10", "head"], None, {"layers_10", "layers_2"}),  # numbers count as numbers
+        (["embed", "layers_2", "layers_10", "head"], {"layers_10", "layers_2"}),  # numbers count as numbers
+        (["first", "zebra", "apple", "last"], {"zebra", "last"}),
     ],
 )
-def test_order_decides_what_a_fraction_takes(names, order, taken):
+def test_paths_decide_what_a_fraction_takes(names, taken):
     params = {name: S((32, 32), jnp.float32) for name in names}
-    tx = jo.offload(optax.adam(1e-3), min_bytes=0, fraction=0.5, order=order)
+    tx = jo.offload(optax.adam(1e-3), min_bytes=0, fraction=0.5)
     assert {leaf.param for leaf in jo.placement(tx, params).leaves if leaf.host} == taken
 
 
@@ -152,30 +151,7 @@ def test_the_window_and_why_it_is_that():
     assert not jo.placement(jo.offload(adam, fraction=0), params).windows
 
 
-# Each offload keeps its own window and order, whoever emits.
-
-
-def by_group(**options):
-    """Two groups of parameters, each with an offload of its own."""
-    return optax.partition(
-        {name: jo.offload(optax.adam(1e-3), min_bytes=0, **given) for name, given in options.items()},
-        lambda params: {name: name for name in params},
-    )
-
-
 GROUPS = {"small": jnp.zeros((128, 1024)), "large": jnp.zeros((128, 1024))}
-
-
-@pytest.mark.oldest("windows and orders of several")
-def test_each_offload_keeps_its_order():
-    names = ["a", "b", "c", "d"]
-    params = {kind: {name: S((32, 32), jnp.float32) for name in names} for kind in ("one", "two")}
-    tx = by_group(one={"order": [f"one/{name}" for name in "bdac"]}, two={"order": [f"two/{name}" for name in "cadb"]})
-
-    step = jax.jit(lambda grads, state, params: jo.update_params(tx, grads, state, params))
-    loads = in_scope(step.trace(params, jo.abstract_state(tx, params), params), "prefetch")
-    for kind, order in ("one", "bdac"), ("two", "cadb"):
-        assert [leaf[-1] for leaf, _ in loads if f"mu/{kind}" in leaf] == [*order], loads
 
 
 def test_a_step_that_is_none():
@@ -270,23 +246,20 @@ NAMES = ["first", "zebra", "apple"]
 def test_the_table_marks_an_order_that_it_guesses():
     guess = "order: guessed from the parameters' paths; "
     params = {name: jnp.ones((32, 32)) for name in NAMES}
-    free, said = (jo.offload(optax.adam(1e-3), min_bytes=0, order=order) for order in (None, NAMES))
-    # a wrapper around an offload has no order: that of each leaf is the offload's, whose it is
-    around = [jo.placement(optax.apply_if_finite(inner, 2), params) for inner in (free, said)]
-    assert guess in around[0].guessed[0] and not around[1].guessed
+    free = jo.offload(optax.adam(1e-3), min_bytes=0)
+    assert guess in jo.placement(optax.apply_if_finite(free, 2), params).guessed[0]
     table = jo.placement(free, params)
     assert table.guessed == (guess + "placement(step, *args) reads it from the step",)
     assert table.guessed[0] in words(table)
     state = jo.abstract_state(free, params)
     handed_in = jo.placement(lambda grads, state, params: free.update(grads, state, params), params, state, params)
-    assert handed_in.guessed == (guess + "the step does not tell it, offload(order=) does",)
+    assert handed_in.guessed == (guess + "the step does not tell it",)
 
     def step(state, params):
         return free.update(jax.grad(lambda p: sum(map(jnp.sum, p.values())))(params), state, params)
 
     for shown in (
         jo.placement(step, state, params),
-        jo.placement(said, params),
         jo.placement(free, {"one": params["apple"]}),
     ):
         assert not shown.guessed

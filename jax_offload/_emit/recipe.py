@@ -84,15 +84,14 @@ def _update(traced: Traced, given: Options, updates: Any, state: Any, params: An
     next_values = _next_values(traced, program.outputs, next_of, updates, given.partitions)
     produced = production_of(jax.tree.leaves(updates))
     owner_of = owners(state, updates)
-    order = _in_order(traced, updates, owner_of, produced.order)
-    place = {i: k for k, i in enumerate(order)}
+    backward = backward_ranks(updates, produced.order)
     whose = [*range(traced.starts[1]), *owner_of, *owners(params, updates)]
-    rank = [(len(place) if i is None else place[i]) * len(whose) + k for k, i in enumerate(whose)]
+    rank = [(len(backward) if i is None else backward[i]) * len(whose) + k for k, i in enumerate(whose)]
     names = [keystr(path, simple=True, separator="/") for path, _ in leaves_with_paths(state)]
     own, named = traced.of_inputs(rank), traced.of_inputs([None] * traced.starts[1] + names)
     return Update(
         program,
-        tuple(v for i in order if (v := traced.inputs[i]) is not None),
+        tuple(v for i in sorted(range(len(backward)), key=backward.__getitem__) if (v := traced.inputs[i]) is not None),
         _take_turns(given, updates, produced.constrained),
         named | {new: named[old] for new, old in next_values.items() if old in named},
         next_values,
@@ -130,27 +129,6 @@ def _same_places(new: Any, old: Any) -> list[tuple[int, int]]:
     return [(k, places[path]) for path, k in paths[1] if path in places]
 
 
-def _in_order(traced: Traced, updates: Any, owner_of: Sequence[int | None], produced: list[int] | None) -> list[int]:
-    """Return the numbers of the gradients in the order of the backward pass.
-
-    The ``order`` of an ``offload`` sorts the gradients of its own leaves; if there is only one, it also sorts gradients
-    without a state. The others keep their places.
-    """
-    of, said = claimed(traced.claims), dict[int, tuple[str, ...] | None]()
-    for v, i in zip(traced.leaves(1), owner_of, strict=True):
-        if v is not None and i is not None and (claim := of.get(v)) is not None:
-            said.setdefault(i, claim.options.order)
-    rank = backward_ranks(updates, None, produced)
-    in_order = sorted(range(len(rank)), key=rank.__getitem__)
-    orders = dict.fromkeys(order for order in said.values() if order)
-    for order in orders:
-        rank, one = backward_ranks(updates, order), len(orders) == 1
-        places = [at for at, i in enumerate(in_order) if said.get(i, order if one else None) == order]
-        for at, i in zip(places, sorted((in_order[at] for at in places), key=rank.__getitem__), strict=True):
-            in_order[at] = i
-    return in_order
-
-
 def _take_turns(options: Options, updates: Any, constrained: Sequence[bool]) -> bool:
     """Whether gradients may wait for each other.
 
@@ -173,23 +151,20 @@ def _take_turns(options: Options, updates: Any, constrained: Sequence[bool]) -> 
 def _shards(options: Options, updates: Any, state: Any, params: Any) -> list[Shards | None]:
     """Return how every leaf of (updates, state, params) is divided, where that is known."""
     like = updates if params is None else params
-    flat = jax.tree_util.tree_flatten_with_path(like)[0]
-    own = [shards_of(options.shardings.get(key_of(path)), np.shape(x)) for path, x in flat]
-    partitions = [options.partitions.get(key_of(path)) for path, _ in flat]
-    sharded = [mine if s is None else shards_of(s, np.shape(x))
-               for s, mine, (_, x) in zip(partitions, own, flat, strict=True)]  # fmt: skip
+    flat = [(key_of(path), np.shape(x)) for path, x in leaves_with_paths(like)]
+    divided = options.shardings | options.partitions
     found: list[Shards | None] = []
-    for tree, known in (updates, sharded), (state, sharded), (params, own):
+    for tree, known in (updates, divided), (state, divided), (params, options.shardings):
         for (path, x), i in zip(leaves_with_paths(tree), owners(tree, like), strict=True):
-            typed = typed_sharding(jax.typeof(x)) if is_array(x) else None
+            typed, shape = typed_sharding(jax.typeof(x)) if is_array(x) else None, np.shape(x)
             if typed is not None and is_explicit(typed.mesh):
-                found.append(shards_of(typed, x.shape))
-            elif i is None or not is_like(keystr(path), np.shape(x), np.shape(flat[i][1])):
+                found.append(shards_of(typed, shape))
+            elif i is None or not is_like(keystr(path), shape, flat[i][1]):
                 found.append(None)
             else:
-                shards = known[i]
+                shards = shards_of(known.get(flat[i][0]), flat[i][1])
                 # arrays that do not divide evenly, such as scales of blocks, stay whole: see `fitted`
-                found.append(tuple(k if n % k == 0 else 1 for n, k in zip(np.shape(x), shards, strict=True)))
+                found.append(tuple(k if n % k == 0 else 1 for n, k in zip(shape, shards, strict=True)))
     return found
 
 

@@ -72,8 +72,8 @@ class Update:
       backward: the passes that made its gradients, where only gates in the update hold them back.
       stays: why leaves are not updated within the passes, forward and backward; only ``jax_offload.jit`` asks.
       gated: whether each of its slices runs by itself, between gates of the passes.
-      ordered: whether the trace around it tells in what order its gradients are made; if not, and without an
-        ``order``, ``rank`` is guessed from paths.
+      ordered: whether the trace around it tells in what order its gradients are made; if not, ``rank`` is
+        guessed from paths.
     """
 
     program: Program

@@ -24,7 +24,7 @@ from jax_offload._program import memory as _memory
 from jax_offload._program.arrays import is_traced, some
 from jax_offload._program.jaxprs import Var
 from jax_offload._program.memory import sharding_of, shards_of
-from jax_offload._schedule.schedule import Planned, Window, claimed, from_disk, merged
+from jax_offload._schedule.schedule import Planned, Window, from_disk, merged
 from jax_offload._state.arguments import described, is_state
 from jax_offload._state.placement import Leaf, unmanaged
 from jax_offload._state.state import described_state
@@ -448,7 +448,7 @@ def trace_of(fun: Callable[..., Any], *args: Any) -> tuple[Any, str]:
 
 
 _ORDER = "order: guessed from the parameters' paths; "
-_READ, _SAY = "placement(step, *args) reads it from the step", "the step does not tell it, offload(order=) does"
+_READ, _SAY = "placement(step, *args) reads it from the step", "the step does not tell it"
 _ASK = "tx.init(params) or abstract_state(tx, params) before the step tells them, for parameters of one sharding"
 
 
@@ -456,8 +456,7 @@ def guessed(updates: Sequence[Update], *, of_step: bool) -> tuple[str, ...]:
     """Return the facts on which updates rely that neither their arguments nor the trace around them show."""
     said: dict[str, None] = {}
     for update in updates:
-        free = {v for v, claim in claimed(update.claims).items() if claim.options.order is None}
-        if not update.ordered and sum(not free.isdisjoint(p.slice.loads) for p in update.planned) > 1:
+        if not update.ordered and sum(bool(p.slice.loads) for p in update.planned) > 1:
             said[_ORDER + (_SAY if of_step else _READ)] = None
         known = merged([each.options for each in update.claims])
         by_sharding: dict[str, list[str]] = {}

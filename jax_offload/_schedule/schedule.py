@@ -13,7 +13,7 @@ from typing import Any, TypeGuard
 
 from jax.sharding import NamedSharding, Sharding
 
-from jax_offload._program.arrays import leaves_with_paths, matches, names_of, nbytes
+from jax_offload._program.arrays import leaves_with_paths, names_of, nbytes
 from jax_offload._program.jaxprs import Aval, Var
 from jax_offload._program.memory import Layouts, Shardings, is_host_aval, same_sharding, typed_sharding
 from jax_offload._program.primitives import Home
@@ -22,15 +22,13 @@ from jax_offload._program.slices import Slice
 
 # ---- the options of an ``offload`` about streaming, and the order of the leaves
 
-Order = Sequence[str] | None  # the rules of ``offload``
-
 
 @dataclasses.dataclass(frozen=True)
 class Options:
     """The options of an ``offload`` about streaming, and the facts that it has seen.
 
     Attributes:
-      window, order: its arguments.
+      window: its argument.
       shardings: the known shardings of parameters, by path.
       partitions: the gradients' shardings, by the parameters' paths, where the state is divided further (ZeRO-1).
       on_cores: the numbers of the state's leaves that are updated where they are, by the host's cores.
@@ -41,7 +39,6 @@ class Options:
     """
 
     window: int | None = None
-    order: tuple[str, ...] | None = None
     shardings: Shardings = dataclasses.field(default_factory=dict[str, Sharding])
     partitions: Layouts = dataclasses.field(default_factory=dict[str, NamedSharding])
     on_cores: frozenset[int] = frozenset()
@@ -95,26 +92,24 @@ def apart(claims: Sequence[Claim], inputs: Sequence[Var]) -> list[Claim]:
     return [*found, Claim(Options(window=max(windows, default=None)), hosts - of.keys())]
 
 
-def backward_ranks(params: Any, rules: Order = None, produced: Sequence[int] | None = None) -> list[int]:
-    """Return the place of every parameter in the backward pass: by the rules, else by the trace, else guessed.
+def backward_ranks(params: Any, produced: Sequence[int] | None = None) -> list[int]:
+    """Return the place of every parameter in the backward pass, as the trace tells it, else guessed.
 
     The guess is the natural order of the paths, reversed. ``layers_10`` comes before ``layers_2``: the last layer's
     gradient appears first.
 
     Args:
       params: arrays or abstract values.
-      rules: the ``order`` of an ``offload``.
       produced: for every parameter the time at which its gradient was made, if the trace tells it.
     """
     names = names_of([path for path, _ in leaves_with_paths(params)])
-    by_rule = matches("order", rules or (), names) if names else []
 
     def natural(name: str) -> list[tuple[int, int, str]]:
         return [(0, int(t), "") if t.isdigit() else (1, 0, t) for t in re.split(r"(\d+)", name)]
 
     order = sorted(range(len(names)), key=lambda i: natural(names[i]), reverse=True)
-    times = produced if produced and len(produced) == len(names) and not rules else [0] * len(names)
-    order.sort(key=lambda i: (by_rule[i], times[i]))
+    if produced and len(produced) == len(names):
+        order.sort(key=produced.__getitem__)
     ranks = [0] * len(names)
     for rank, i in enumerate(order):
         ranks[i] = rank

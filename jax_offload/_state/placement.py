@@ -33,7 +33,7 @@ from jax_offload._program.arrays import (
 )
 from jax_offload._program.memory import DEFAULT_MIN_BYTES
 from jax_offload._program.primitives import mark
-from jax_offload._schedule.schedule import Order, backward_ranks, rows_in_part
+from jax_offload._schedule.schedule import backward_ranks, rows_in_part
 
 Select = Any  # None | bool prefix tree | Callable[[str, ShapeDtypeStruct], bool] | str | Sequence[str]
 Governing = tuple[int, Any] | None  # the subtree or rule that governs a parameter, and its value
@@ -90,7 +90,7 @@ class Leaf:
 def place(policy: Policy, state: Any, params: Any) -> list[Leaf]:
     """Return one ``Leaf`` for every leaf of ``state`` (arrays or abstract values), in flattening order."""
     of_params, of_state = leaves_with_paths(params), leaves_with_paths(state)
-    backward = backward_ranks(params, policy.order)
+    backward = backward_ranks(params)
     names = names_of([path for path, _ in of_params])
     fraction, select, share = (each.of(params, names) for each in (policy.fraction, policy.select, policy.update_on))
 
@@ -344,7 +344,6 @@ class Policy:
         select: Select = None,
         min_bytes: int = DEFAULT_MIN_BYTES,
         window: int | None = None,
-        order: Order = None,
         shard_over: Any = None,
         update_on: Any = "device",
         disk: Any = None,
@@ -352,11 +351,6 @@ class Policy:
         check_integer("min_bytes", min_bytes, 0, "a number of bytes >= 0, an int", "2**16 are 64 KiB.")
         if window is not None:
             check_integer("window", window, 1, "a number of bytes > 0, an int, or None", "2**28 are 256 MiB.")
-        if order is not None and (isinstance(order, str) or not _are_strings(order)):
-            raise ValueError(
-                "order: expected regular expressions, in the order in which the gradients that they match appear "
-                f"in the backward pass; got {order!r}. For example order=['head', 'layers', 'embed']."
-            )
         axes = (shard_over,) if isinstance(shard_over, str) else () if shard_over is None else shard_over
         if shard_over is not None and (not axes or not _are_strings(axes)):
             raise ValueError(f"shard_over: expected the name of a mesh axis, or several; got {shard_over!r}.")
@@ -367,7 +361,7 @@ class Policy:
             raise TypeError(f"disk: expected a jo.disk(directory, ...), got {disk!r}. Fix: disk=jo.disk({named}).")
         self.fraction, self.select = Choice("fraction", fraction), Choice("select", True if select is None else select)
         self.update_on = Choice("update_on", update_on)
-        self.min_bytes, self.order, self.shard_over, self.disk = min_bytes, order, tuple(axes), disk
+        self.min_bytes, self.shard_over, self.disk = min_bytes, tuple(axes), disk
         on_device = self.update_on.values == 0
         if self.moves_nothing and not (on_device and disk is None):
             name = "update_on" if disk is None else "disk"

@@ -119,7 +119,6 @@ FIELDS: dict[str, tuple[Any, ...]] = {
     "min_bytes": (0, 0, 0, 300, None),
     "window": (None, None, 1, 1500, 2**20),
     "host_bytes": (0, 0, 3000),
-    "order": (None, None, None, "rules"),
     "storage": (None,) * 9 + ("bfloat16", "int8", "float16", "float8_e5m2", "float8_e4m3fn"),
     "pieces": ("as ever", "small"),  # small: a driven update goes slice by slice, and a stack by its rows
     "again": (None,) * 6 + ("new gradients", "same gradients"),  # the state is updated twice in a step
@@ -128,7 +127,7 @@ FIELDS: dict[str, tuple[Any, ...]] = {
 # Plain optax returns the same values by name, whatever these are.
 FREE = (
     "x64 by", "form", "order of arguments", "order of results", "results", "finishes", "static by", "donate by",
-    "fraction", "select", "min_bytes", "window", "host_bytes", "order", "pieces",
+    "fraction", "select", "min_bytes", "window", "host_bytes", "pieces",
 )  # fmt: skip
 
 
@@ -507,8 +506,6 @@ def options(r: Recipe, params: Any, mode: str, folder: Path) -> dict[str, Any]:
             found["select"] = lambda path, leaf: path == first or leaf.ndim > 2
         case "tree":
             found["select"] = jax.tree.map(lambda p: p.ndim >= 2, params)
-    if r["order"]:
-        found["order"] = [re.escape(first)]
     if r["storage"]:
         found["storage"] = {"mu": "int8"} if r["storage"] == "int8" else r["storage"]
     if r["mesh"] in ("ZeRO-1", "explicit ZeRO-1"):
@@ -532,7 +529,7 @@ def transformation(r: Recipe, params: Any, mode: str, folder: Path, *, plain: bo
     if r["outside"] == "by group":
         rest = optax.sgd(1e-1, momentum=0.9)
         if not plain and mode != "plain":
-            by_default = {"pieces": "as ever", "select": None, "order": None}  # rules name a parameter of the others
+            by_default = {"pieces": "as ever", "select": None}  # rules name a parameter of the others
             rest = jo.offload(rest, **options(r | by_default, params, mode, folder / "rest"))
         return optax.partition({"matrix": tx, "rest": rest}, labels)
     return WRAPPERS[r["outside"]](tx)
@@ -1244,7 +1241,6 @@ REFUSED: list[tuple[str, Callable[[Recipe, str], bool], str]] = [
         "tree, shapes (and|or) dtypes",
     ),
     ("", lambda r, m: r["select"] is not None, "selects none of the"),
-    ("", lambda r, m: bool(r["order"]), "order: no parameter's path matches"),
     ("hybrid", lambda r, m: "partition" in (r["inside"], r["outside"]), "update_on: no parameter's path matches"),
     ("", lambda r, m: r["select"] == "w" and "masked" in (r["inside"], r["outside"]), "select: no parameter's path"),
     ("pipelined, host", lambda r, m: True, "none that the update reads is a float array of 64 KiB"),
