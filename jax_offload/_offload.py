@@ -374,7 +374,6 @@ def to_host(tx: Any, state: Any = None, params: Any = None, *args: Any, select: 
       'pinned_host'
     """
     of_parameters = not issubclass(type(tx), (optax.GradientTransformation, optax.MultiSteps))
-    kinds = memory.DEVICE_KIND, memory.HOST_KIND
     returns = of_parameters and callable(state) and select is None  # a loss says of each parameter where it belongs
     if of_parameters and callable(state):
         args = args if params is None else (params, *args)
@@ -389,7 +388,7 @@ def to_host(tx: Any, state: Any = None, params: Any = None, *args: Any, select: 
         return state_where_kept(tx, state, params)
     leaves, treedef = jax.tree.flatten(tx)
     pairs = zip(leaves, place(Policy(fraction, select), tx, tx), strict=True)
-    moved = [x if not (leaf.host or (returns and _is_on_host(x))) else _in(kinds[leaf.host], x) for x, leaf in pairs]
+    moved = [x if not (leaf.host or (returns and _is_on_host(x))) else _in(x, leaf.host) for x, leaf in pairs]
     return guarded(jax.tree.unflatten(treedef, moved), tx)
 
 
@@ -443,17 +442,16 @@ def _typed(x: Any, in_host_memory: bool) -> Any:
     anywhere = SingleDeviceSharding(jax.devices()[0]) if isinstance(x, Tracer) else None
     place = sharding_of(x) or anywhere or memory.ambient_sharding()
     kind = memory.HOST_KIND if in_host_memory else memory.DEVICE_KIND
-    return memory.abstract(x.shape, x.dtype, memory.with_kind(place, kind))
+    return memory.abstract(x.shape, x.dtype, memory.with_kind(place, kind), getattr(x, "weak_type", False))
 
 
 def _is_on_host(x: Any) -> bool:
     return on_host(x) or getattr(sharding_of(x), "memory_kind", None) == memory.HOST_KIND
 
 
-def _in(kind: str, x: Any) -> Any:
+def _in(x: Any, in_host_memory: bool) -> Any:
     """Move an array to one of the memories; an abstract array gets that memory in its type."""
     if isinstance(x, jax.ShapeDtypeStruct):
-        place = memory.with_kind(x.sharding or memory.ambient_sharding(), kind)
-        return memory.abstract(x.shape, x.dtype, place, x.weak_type)
+        return _typed(x, in_host_memory)
     x = x if isinstance(x, jax.Array) else jnp.asarray(x)
-    return memory.well_typed(memory.to_host(x)) if kind == memory.HOST_KIND else memory.to_device(x)
+    return memory.well_typed(memory.to_host(x)) if in_host_memory else memory.to_device(x)

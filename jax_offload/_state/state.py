@@ -367,13 +367,7 @@ def to_plain(tx: optax.GradientTransformation, state: Any) -> Any:
     """
     check_in_memory(state, "jo.to_plain")
     check_transformation(tx, "(tx, state)")  # the stored state tells everything else
-
-    def plain(node: Any) -> Any:
-        if storage.is_stored(node):
-            return jax.tree.map(plain, node.inner_state, is_leaf=storage.is_encoded)
-        return storage.in_place(storage.decoded, node) if storage.is_encoded(node) else node
-
-    return jax.tree.map(plain, state, is_leaf=lambda x: storage.is_stored(x) or storage.is_encoded(x))
+    return storage.plain(state, lambda x: storage.in_place(storage.decoded, x) if storage.is_encoded(x) else x)
 
 
 def from_plain(tx: optax.GradientTransformation, state: Any, params: Any = None) -> Any:
@@ -413,9 +407,6 @@ def from_plain(tx: optax.GradientTransformation, state: Any, params: Any = None)
 def params_like(tx: optax.GradientTransformation, state: Any) -> Any:
     """Read the parameters' tree off a state of ``tx``, stored or plain: the largest part that is like them."""
 
-    def inner(tree: Any) -> Any:
-        return jax.tree.map(lambda x: x.inner_state if storage.is_stored(x) else x, tree, is_leaf=storage.is_stored)
-
     def like_param(x: Any) -> Any:
         array, dtype = (x.values, x.dtype) if storage.is_encoded(x) else (x, getattr(x, "dtype", None))
         if dtype is None:
@@ -428,11 +419,11 @@ def params_like(tx: optax.GradientTransformation, state: Any) -> Any:
     probes, copies = list[Any](), list[Any]()
 
     def init(params: Any) -> Any:
-        probes.append(inner(tx.init(params)))
+        probes.append(storage.plain(tx.init(params), lambda x: x))
         return probes[0]
 
     try:
-        optax.tree.map_params(init, copies.append, inner(state), is_leaf=lambda _: True)
+        optax.tree.map_params(init, copies.append, storage.plain(state, like_param), is_leaf=lambda _: True)
     except Exception as error:
         if not probes:
             raise ValueError("params: this optimizer's init must see them; give them as params=.") from error
@@ -442,8 +433,7 @@ def params_like(tx: optax.GradientTransformation, state: Any) -> Any:
         ) from error
     if not copies:
         raise ValueError("params: the state has no tree of their structure; give them as params=.")
-    largest = max(copies, key=lambda each: len(jax.tree.leaves(each, is_leaf=storage.is_encoded)))
-    return jax.tree.map(like_param, largest, is_leaf=lambda x: storage.is_encoded(x) or is_on_disk(x))
+    return max(copies, key=lambda each: len(jax.tree.leaves(each)))
 
 
 # ---- a state that is not made: a row of the table and a type for every leaf

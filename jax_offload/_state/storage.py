@@ -30,6 +30,7 @@ from jax.core import Tracer
 from jax.sharding import PartitionSpec
 from jax.tree_util import keystr
 
+from jax_offload._disk.leaves import is_on_disk
 from jax_offload._program import memory
 from jax_offload._program.arrays import check_integer, first_matches, leaves_with_paths, nbytes, types_of
 from jax_offload._program.memory import constrained, padded, shards_of, typed_sharding
@@ -458,6 +459,15 @@ def is_stored(x: Any) -> bool:
     return isinstance(x, StoredState)
 
 
+def plain(state: Any, leaf: Callable[[Any], Any]) -> Any:
+    """Return a state without its stored nodes. ``leaf`` maps its leaves, which may be ``Encoded`` or on disk."""
+
+    def one(x: Any) -> Any:
+        return plain(x.inner_state, leaf) if is_stored(x) else leaf(x)
+
+    return jax.tree.map(one, state, is_leaf=lambda x: is_stored(x) or is_encoded(x) or is_on_disk(x))
+
+
 def next_stored(state: StoredState, before: Any, after: Any) -> StoredState:
     """Encode ``after`` as ``state`` is; leaves that are the same as in ``before``, its plain form, stay encoded."""
     olds, treedef = jax.tree.flatten(state.inner_state, is_leaf=is_encoded)
@@ -519,7 +529,7 @@ def with_storage(
         return StoredState(jnp.zeros((), jnp.int32), jax.tree.unflatten(treedef, kept))
 
     def update_fn(updates: Any, state: Any, params: Any = None, **extra_args: Any) -> tuple[Any, StoredState]:
-        before = jax.tree.map(lambda x: decoded(x) if is_encoded(x) else x, state.inner_state, is_leaf=is_encoded)
+        before = plain(state, lambda x: decoded(x) if is_encoded(x) else x)
         new, after = inner.update(updates, before, params, **extra_args)
         return new, next_stored(state, before, after)
 
