@@ -53,7 +53,8 @@ def pipelined(
       step: a function of parameters, state and a batch, as for ``jax_offload.jit``. It returns the next value of each
         carried argument, with the same tree, shapes and dtypes, in any order and in a tuple with whatever else it
         returns. If several arguments look alike, such as parameters and a target network, the update tells which result
-        is which. If doubt remains, an error asks for a dict whose keys are the names of the carried arguments.
+        is which, and the results must have the arguments' order. If doubt remains, an error asks for a dict whose keys
+        are the names of the carried arguments.
       donate_argnames: the names of the arguments that are carried from call to call, as for ``jax.jit``. They are
         donated. The first call takes them as a tuple in the order of the step's parameters, and ``finish`` returns such
         a tuple; a single argument is the carry itself.

@@ -332,7 +332,8 @@ def matched(carried: Mapping[str, Any], result: Any, origins: Origins) -> tuple[
     A result is one of several if they are returned as a tuple or list, or as a dict or named tuple whose keys include
     the names of all carried arguments. These names decide. Else the next value of an argument is the only result of its
     type. Several results of one type are told apart by their origins: the next value is made by an update, and of
-    no other carried argument of that type; or it is the last result for the last argument.
+    no other carried argument of that type; or it is the last result for the last argument. They must be in the
+    arguments' order: in another order, a step may also let two networks take turns.
 
     Raises:
       ValueError: an argument has no next value among the results, or it is not certain which one that is.
@@ -391,12 +392,17 @@ def _told_apart(names: Sequence[str], results: Mapping[int, range], origins: Ori
                 left -= {*own}
     unknown = [name for name in names if name not in found]
     if len(unknown) == len(left) == 1:
-        return found | {unknown[0]: next(iter(left))}
+        found, unknown = found | {unknown[0]: next(iter(left))}, []
     if unknown:
         raise ValueError(
             f"step: {len(left)} results have the tree, shapes and dtypes of the carried argument"
             f"{'s' * (len(unknown) > 1)} {' and '.join(map(repr, unknown))}, and the update does not tell which "
             f"argument each result replaces. {_FIX}"
+        )
+    if (returned := sorted(names, key=found.__getitem__)) != [*names]:  # perhaps two networks take turns
+        raise ValueError(
+            f"step: the carried arguments {what} have the same tree, shapes and dtypes, and by the update the step "
+            f"returns them as {' and '.join(map(repr, returned))}. {_FIX} Or return them in the order of the arguments."
         )
     return found
 

@@ -84,6 +84,27 @@ def test_what_cannot_be_told_apart_is_named():
         train(args[:-1], args[-1])
 
 
+def test_networks_that_take_turns_are_not_taken_for_themselves():
+    """By position each network becomes the other one, by the update it stays itself: only names tell."""
+
+    def step_of_turns(results):
+        def step(params, other, state, batch):
+            params, state = new_params(tx, "update", jax.grad(loss_of)(params, batch), state, params)
+            return results(params=other, other=params, state=state)
+
+        return step
+
+    tx = offloaded(CLIPPED)
+    given = (parameters(), ZEROS, tx.init(parameters()))
+    want = jax.jit(step_of_turns(dict))(*copied(given), batch(0))
+    train = jo.pipelined(step_of_turns(dict), donate_argnums=range(3))
+    got = train.finish(train(copied(given), batch(0))[0])
+    assert_close(got, tuple(want[name] for name in ("params", "other", "state")), 1e-3)
+    train = jo.pipelined(step_of_turns(lambda **found: tuple(found.values())), donate_argnums=range(3))
+    with pytest.raises(ValueError, match="returns them as 'other' and 'params'. Return a dict with the carried"):
+        train(given, batch(0))
+
+
 # ---- refusals
 
 
