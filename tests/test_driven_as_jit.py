@@ -115,6 +115,19 @@ def ignores_a_state_in_a_branch(tx, p, s, x):
     return jax.lax.cond(jnp.isfinite(x).all(), update, lambda: (p, s, total(s, x)))
 
 
+def weak_in_one_branch(tx, p, s, x):
+    """jax types the results of a cond as those of its first branch: weak, if that branch returns numbers."""
+
+    def update():
+        return *plain(tx, p, s, x), loss(p, x), 1.0
+
+    def skip():
+        return p, s, 0.0, loss(p, x)
+
+    known = jax.lax.cond(True, lambda: jnp.float32(2), lambda: 0.0)
+    return *jax.lax.cond(x[0, 0] > 0.5, update, skip), known
+
+
 def same_twice(tx, p, s, x, a, b):
     return *plain(tx, p, s, x), a + b
 
@@ -141,6 +154,7 @@ class Config:
 TYPED = tuple((x_of(0), flag) for flag in (True, 1, 1.0, np.float32(1), True, Config(np.int64(4))))
 NAMED = tuple({"flag": flag} for flag in (True, 1, np.int32(2), np.bool_(True)))
 FEATURES = {
+    "weak in one branch": Feature(weak_in_one_branch, ((x_of(1),), (x_of(0),))),
     "a loop": Feature(loops, ((jnp.int32(0), x_of(0)), (jnp.int32(5), x_of(0))), {"donate_argnums": (0, 1, 2)}),
     "a loop that swaps": Feature(swaps, ((x_of(0), jnp.ones(2), jnp.zeros(2)),) * 2, {"donate_argnums": (0, 1)}),
     "types": Feature(plain, ((x_of(0),), (x_of(1)[:2],), (x_of(0).astype(np.float16),), (jnp.asarray(x_of(2)),))),

@@ -117,6 +117,18 @@ def as_array(literal: Literal) -> jax.Array:
     return jnp.asarray(literal.val, None if literal.aval.weak_type else literal.aval.dtype)
 
 
+def typed_as(types: Sequence[Any], values: Sequence[Any]) -> list[Any]:
+    """Results with the weak types that jax gave the step: the two branches of a ``cond`` may differ in them."""
+
+    def typed(like: Any, x: Any) -> Any:
+        weak = getattr(like, "weak_type", None)
+        if weak is None or getattr(x, "weak_type", weak) == weak:
+            return x
+        return jax.lax.convert_element_type_p.bind(x, new_dtype=x.dtype, weak_type=weak, sharding=None)
+
+    return [typed(like, x) for like, x in zip(types, values, strict=True)]
+
+
 def values_of(env: Mapping[Var, Any], atoms: Iterable[Atom]) -> list[Any]:
     """The values of some atoms, given the values of variables."""
     return [as_array(v) if isinstance(v, Literal) else env[v] for v in atoms]

@@ -21,7 +21,7 @@ from jax.tree_util import keystr
 from jax_offload._disk.leaves import Token, is_on_disk
 from jax_offload._emit.region import in_one_scan
 from jax_offload._host.driver import Driven, places_of
-from jax_offload._program.jaxprs import ClosedJaxpr, Jaxpr, jax_fun, variables
+from jax_offload._program.jaxprs import ClosedJaxpr, Jaxpr, jax_fun, typed_as, variables
 from jax_offload._program.jaxprs import jit as jit_of_jax
 from jax_offload._program.memory import copy_on_host, is_host_aval, mesh_is_set, on_host
 from jax_offload._program.primitives import guarded
@@ -144,7 +144,7 @@ class Undone:
             self.programs[key] = Driven(self.step, leaves, donated, *compiling), donated
         run, donated = self.programs[key]
         results = _nobody_elses(run(leaves), leaves, donated, run.constants)
-        result = jax.tree.unflatten(self.result, map(run.committed, results))
+        result = jax.tree.unflatten(self.result, map(run.committed, typed_as(self.step.out_avals, results)))
         return result if places is None else _put(result, places)
 
     def _same(self, place: Sharding | None, ndim: int) -> Sharding | None:
@@ -266,7 +266,7 @@ class Step:
         if self._driven and (on_disk or is_driven(closed)):
             return Undone.left(closed, result, static)
         results = jax_fun(closed if self._as_written else rewritten(closed))(*jax.tree.leaves(given))
-        return guarded(jax.tree.unflatten(result, results), given)
+        return guarded(jax.tree.unflatten(result, typed_as(closed.out_avals, results)), given)
 
 
 def _is_static(x: Any) -> bool:

@@ -17,7 +17,7 @@ from jax_offload._disk.leaves import is_on_disk
 from jax_offload._emit.region import Update, holds_update, is_update
 from jax_offload._emit.run import prefetch, write_back
 from jax_offload._program.arrays import nbytes
-from jax_offload._program.jaxprs import MATMULS, Equation, Var, holds, located, values_of, variables
+from jax_offload._program.jaxprs import MATMULS, Equation, Var, holds, located, typed_as, values_of, variables
 from jax_offload._program.memory import (
     DEVICE_KIND,
     HOST_KIND,
@@ -111,6 +111,7 @@ class Rotated:
           statics: how many static arguments it has.
           gradients_on_host: whether its gradients wait for the update in host memory.
         """
+        self._types = traced.jaxpr.out_avals
         self.types, leaves, carried = types, types.leaves, dict(zip(names, types.carried, strict=True))
         program = reading_leaves(dereferenced(flat(traced.jaxpr, any_jit=True), any_jit=True))
         inputs = program.inputs[len(program.consts) :]
@@ -208,6 +209,7 @@ class Rotated:
     def _aux(self, env: Mapping[Var, Any], places: Sequence[int]) -> Any:
         """The results that are not carried on, with ``None`` for those not among ``places``."""
         values = values_of(env, [self._cut.program.outputs[k] for k in places])
+        values = typed_as([self._types[k] for k in places], values)
         return jax.tree.map(dict(zip(places, values, strict=True)).get, self._others)
 
     def _after(self, *kept: Values) -> tuple[list[Any], Any]:

@@ -101,7 +101,7 @@ def test_networks_that_take_turns_are_not_taken_for_themselves():
     got = train.finish(train(copied(given), batch(0))[0])
     assert_close(got, tuple(want[name] for name in ("params", "other", "state")), 1e-3)
     train = jo.pipelined(step_of_turns(lambda **found: tuple(found.values())), donate_argnums=range(3))
-    with pytest.raises(ValueError, match="returns them as 'other' and 'params'. Return a dict with the carried"):
+    with pytest.raises(ValueError, match=r"returns them as 'other' and 'params'\. Return a dict with the carried"):
         train(given, batch(0))
 
 
