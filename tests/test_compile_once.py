@@ -87,6 +87,19 @@ def test_what_a_step_does_not_carry_may_be_uncommitted(options):
         step(parameters(), state, jnp.ones(3))
 
 
+def test_a_batch_may_be_donated_and_uncommitted():
+    def step(params, state, x):
+        return jo.update_params(TX, jax.grad(loss)(params, x), state, params)
+
+    train, carry = jo.jit(step, donate_argnums=(0, 1, 2)), (committed(), TX.init(committed()))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        warnings.filterwarnings("ignore", "Some donated buffers were not usable")
+        for _ in range(2):
+            carry = train(*carry, jnp.ones((2, 16)))
+    assert train._cache_size() == 1
+
+
 # ---- outside of any jit
 
 

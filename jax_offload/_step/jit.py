@@ -446,7 +446,8 @@ def _is_none(x: Any) -> bool:
 def _warn_of_uncommitted(step: Callable[..., Any], traced: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
     """Warn if donated parameters that nobody has placed stand beside a state in host memory: eager ``init`` warns too,
     and a traced one cannot. Arrays of rank 0 are excluded, because optax and flax make their counts so. Warn also if
-    the type of an array in host memory says that it is on the device: the step would return it there."""
+    the type of an array in host memory says that it is on the device: the step would return it there. A batch is
+    donated too, and no next step gets it: only arrays of a type that the step returns are meant."""
     infos, names = jax.tree.leaves(traced.args_info), traced.jaxpr.jaxpr.debug_info.arg_names or ()
     donated = {name for name, info in zip(names, infos, strict=False) if info.donated}
     if not donated or mesh_is_set():
@@ -456,6 +457,9 @@ def _warn_of_uncommitted(step: Callable[..., Any], traced: Any, args: Sequence[A
     carried = [(argument, path, x) for argument, path, x in carried if argument + path in donated]
     if not any(isinstance(x, jax.Array) and on_host(x) for *_, x in carried):
         return
+    undone = Undone.found_in(traced.out_info)
+    results = jax.tree.leaves(traced.out_info) if undone is None else undone.step.out_avals
+    returned = {(x.shape, x.dtype) for x in results}
     for argument, path, x in carried:
         if on_host(x) and not is_host_aval(jax.typeof(x)):
             warnings.warn(
@@ -465,7 +469,8 @@ def _warn_of_uncommitted(step: Callable[..., Any], traced: Any, args: Sequence[A
                 stacklevel=3,
             )
             return
-        if isinstance(x, jax.Array | np.ndarray) and x.ndim and not getattr(x, "committed", False):
+        placed = getattr(x, "committed", False) or not isinstance(x, jax.Array | np.ndarray)
+        if not placed and x.ndim and (x.shape, jax.typeof(x).dtype) in returned:
             warnings.warn(
                 f"jo.jit: {argument}{path} is not committed to a device, and the state beside it is in host memory. "
                 "jax commits whatever a step with host memory returns, so the second step would compile again. Fix: "
