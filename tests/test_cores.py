@@ -16,7 +16,6 @@ import pytest
 import jax_offload as jo
 from tests.support import steps
 from tests.support.steps import ADAMW
-from tests.support.trees import assert_same, copied
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:Some donated buffers were not usable"),
@@ -114,24 +113,6 @@ def test_the_last_layer_is_updated_while_the_pass_goes_on(disk):
     assert log == [True]
 
 
-# ---- what a user's program has around it ---------------------------------------------------------------------------
-
-
-def test_a_state_is_the_same_whoever_updates_it():
-    """Leaf for leaf what it is on the device, abstract too, so that a checkpoint of one is restored as another; and one
-    may change from step to step."""
-    txs, params = [offload(update_on=on) for on in ("host", 0.5, "device")], model()
-    states, targets = [tx.init(params) for tx in txs], [jo.abstract_state(tx, params) for tx in txs]
-    for same in states, targets:
-        kinds = [jax.tree.map(lambda x: (x.shape, x.dtype, x.sharding), tree) for tree in same]
-        assert kinds[0] == kinds[1] == kinds[2] and "pinned_host" in str(kinds[0])
-    state, step = states[0], jax.jit(step_of(CLIPPED))
-    for tx in txs:
-        want = step(params, jo.to_device(state), X)
-        params, state, _ = got = jo.jit(step_of(tx))(params, state, X)
-        assert_same(jo.to_device(got), want, "whoever")
-
-
 # ---- which leaves, and what is said ---------------------------------------------------------------------------------
 
 
@@ -218,24 +199,3 @@ def test_somebody_elses_program(option, disk):
     for program in programs:
         with pytest.raises(ValueError, match=rf"{option}: .* Fix: jo\.jit\(step\)"):
             program()
-
-
-@pytest.mark.parametrize("donated", [(), (0, 1)])
-def test_a_leaf_that_takes_the_place_of_another_stays_on_the_host(donated):
-    """The optimizer rotates its buffers, so that a new leaf is no leaf's next value."""
-
-    def update(grads, state, params=None):
-        return jax.tree.map(lambda g: -1e-2 * g, grads), (state[1], jax.tree.map(lambda g, x: g + x, grads, state[0]))
-
-    init = lambda params: (jax.tree.map(jnp.zeros_like, params), jax.tree.map(jnp.ones_like, params))  # noqa: E731
-    tx = jo.offload(optax.GradientTransformation(init, update), min_bytes=0, update_on="host")
-    params = model()
-    step = jo.jit(lambda params, state: jo.update_params(tx, params, state, params), donate_argnums=donated)
-    state, wanted = tx.init(params), init(params)
-    want, new = copied(params), params
-    for _ in range(3):
-        new, state = step(new, state)
-        updates, wanted = update(want, wanted)
-        want = optax.apply_updates(want, updates)
-        assert {x.sharding.memory_kind for x in jax.tree.leaves(state)} == {"pinned_host"}
-    assert_same((new, state), (want, wanted), "rotated")

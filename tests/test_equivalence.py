@@ -18,8 +18,9 @@ OTHERS = [  # of a step around its update
     *(("second", kind) for kind in dict.fromkeys(FIELDS["second"]) if kind),
     *(("again", kind) for kind in dict.fromkeys(FIELDS["again"]) if kind),
     ("storage", "int8"), ("dtype", "bfloat16 with masters"), ("metrics", ("loss", "gradients")), ("accumulate", "scan"),
+    ("optimizer", "rotating"),
 ]  # fmt: skip
-INNER = [("optimizer", name) for name in OPTIMIZERS] + AROUND + OTHERS
+INNER = [("optimizer", name) for name in OPTIMIZERS if ("optimizer", name) not in OTHERS] + AROUND + OTHERS
 SHARDINGS = (None, "fsdp", "ZeRO-1", "two axes", "explicit")
 MODELS = ("scan", "unrolled", "pairs", "reverse", "unroll", "nested", "indexed", "axis 1")
 WINDOWS = (None, 1, 2**14)

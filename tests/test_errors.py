@@ -256,13 +256,6 @@ def test_arguments_of_an_update_that_do_not_fit(words, how):
             UPDATES[how](tx, *MISFITS[words](tx))
 
 
-def test_gradients_of_single_examples_are_not_of_other_shapes():
-    tx = jo.offload(optax.contrib.dpsgd(0.1, 1.0, 0.0, 0, momentum=0.9), min_bytes=0)
-    grads = jax.tree.map(lambda p: jnp.stack([p, p]), params())
-    updates, _ = tx.update(grads, tx.init(params()), params())
-    assert updates["w"].shape == (32, 32)
-
-
 @pytest.mark.parametrize("look", [jo.placement, jo.abstract_state, lambda tx, s: tx.init(s)])
 @pytest.mark.parametrize("storage", [None, "bfloat16"])
 def test_a_state_in_the_place_of_the_parameters(look, storage):

@@ -50,6 +50,12 @@ def test_a_difference_is_noticed(mode):
         ({"skip": "cond", "bad batch": True, "count": True, "again": "new gradients"}, "cores"),  # by two branches
         ({"skip": "skip", "bad batch": True, "metrics": ("change",)}, "cores"),  # a result of old and new parameters
         ({"skip": "skip", "optimizer": "optimistic"}, "jo.jit"),  # a new state that is a constant
+        (  # an average of integers becomes a weak float
+            {"skip": "skip", "further leaf": "integers", "outside": "ema", "form": "update_params"},
+            "jax.jit",
+        ),
+        # a leaf that an update widens
+        ({"skip": "skip", "bad batch": True, "further leaf": "half", "optimizer": "dadapt"}, "jax.jit"),
         ({"accumulate": "scan and literal"}, "jo.jit"),
         ({"optimizer": "by rates"}, "cores"),
         ({"second": "alternating"}, "disk"),

@@ -82,34 +82,3 @@ def test_bad_input():
         for update in tx.update, functools.partial(jo.update_params, tx):
             with pytest.raises(ValueError, match=f"skip: expected .* got {shown}"):
                 update(params, state, params, skip=wrong)
-
-
-@pytest.mark.parametrize("through", ["update", "update_params"])
-def test_a_leaf_that_an_update_widens(through):
-    """As dadapt_adamw does in float16: the types are those of the update, whether it is skipped or not."""
-
-    def moved(u, s, p=None):
-        return u, jax.tree.map(lambda b: b.astype(jnp.float32) + 1, s)
-
-    inner = optax.GradientTransformation(optax.tree.ones_like, moved)
-    params = jax.device_put({"w": jnp.ones((8, 16), jnp.float16)}, jax.devices()[0])
-    tx = jo.offload(inner, min_bytes=0)
-
-    update = tx.update if through == "update" else functools.partial(jo.update_params, tx)
-    for skip, value in (True, 1), (False, 2):
-        new, state = jax.jit(update)(params, tx.init(params), params, skip=np.bool_(skip))
-        assert state["w"].dtype == jnp.float32 and state["w"].sharding.memory_kind == "pinned_host"
-        np.testing.assert_array_equal(state["w"], np.full((8, 16), value, np.float32))
-        kept = np.float16(1 if through == "update_params" else 0)
-        assert not skip or np.array_equal(new["w"], np.full((8, 16), kept))
-
-
-def test_a_weak_type_is_that_of_jnp_where():
-    """An average of integers becomes a weak float: with ``skip=``, too."""
-    tx = optax.chain(jo.offload(optax.set_to_zero()), optax.ema(0.9))
-    params = jax.device_put({"count": jnp.ones((8, 16), jnp.int32)}, jax.devices()[0])
-    state = tx.init(params)
-    _, plain = jax.jit(tx.update)(params, state, params)
-    _, skipped = jax.jit(lambda s: jo.update_params(tx, params, s, params, skip=jnp.bool_(False)))(state)
-    ema = lambda s: optax.tree.get(s, "ema")["count"]  # noqa: E731
-    assert ema(plain).weak_type and ema(skipped).weak_type and ema(skipped).dtype == ema(plain).dtype

@@ -2,7 +2,6 @@
 
 import pickle
 import re
-import warnings
 from functools import partial
 from pathlib import Path
 
@@ -42,21 +41,6 @@ def test_to_device_and_back():
     for back in (jo.to_host(tx, resident), jo.to_host(tx, resident, p), jax.jit(lambda s: jo.to_host(tx, s))(resident)):
         assert kinds_of(back) == kinds_of(state)
         assert_equal(back, state)
-
-
-def test_a_step_lowers_with_abstract_state():
-    """jax itself forgets the memory of an abstract value on a single device, and takes it for device memory."""
-    p, tx = params(), jo.offload(optax.adamw(1e-3), min_bytes=0)
-    like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), p)
-    state = jo.abstract_state(tx, like)
-    traced = jax.jit(tx.update, donate_argnums=(0, 1)).trace(like, state, like)
-    memory = [aval.memory_space for aval in traced.jaxpr.in_avals]
-    assert memory.count(jax.memory.Space.Host) == 4
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")  # "something has moved the state"
-        compiled = traced.lower().compile()
-    new = compiled(p, tx.init(p), params())[1]
-    assert kinds_of(new) == kinds_of(tx.init(p))
 
 
 def test_to_host_without_params_refuses_to_guess():

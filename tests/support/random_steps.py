@@ -398,6 +398,18 @@ def keeping_gradients(all_of_them: bool) -> optax.GradientTransformation:
     return optax.GradientTransformation(init, update)
 
 
+def rotating() -> optax.GradientTransformation:
+    """A transformation whose two buffers change places, so that a new leaf is no leaf's next value."""
+
+    def init(params: Any) -> Any:
+        return jax.tree.map(jnp.zeros_like, params), jax.tree.map(jnp.ones_like, params)
+
+    def update(updates: Any, state: Any, params: Any = None) -> Any:
+        return optax.tree.scale(-1e-2, updates), (state[1], jax.tree.map(jnp.add, updates, state[0]))
+
+    return optax.GradientTransformation(init, update)
+
+
 def without_means() -> optax.GradientTransformation:
     """Momentum less the means of its columns: each needs all rows."""
     columns = optax.stateless(lambda g, _: jax.tree.map(lambda x: x - x.mean(axis=0, keepdims=True), g))
@@ -456,6 +468,7 @@ OPTIMIZERS: dict[str, Callable[[], optax.GradientTransformation]] = {
     "shifting": lambda: keeping_gradients(False),
     "shifting and keeping": lambda: keeping_gradients(True),
     "means of columns": without_means,
+    "rotating": rotating,
 }
 
 
@@ -1231,6 +1244,7 @@ REFUSED: list[tuple[str, Callable[[Recipe, str], bool], str]] = [
     ("pipelined", lambda r, m: bool(r["second"] or r["target"]), "Return a dict with the carried arguments' names"),
     ("", lambda r, m: r["mesh"] == "explicit ZeRO-1", "shard_over: on a mesh with Explicit axes"),
     ("disk", lambda r, m: "moments" in r["metrics"], "outside its update"),
+    ("disk", lambda r, m: r["optimizer"] == "rotating", "unchanged to"),
     ("disk", lambda r, m: r["skip"] == "select" or bool(r["again"]), "outside its one update"),
     ("disk", lambda r, m: r["gradients"] == "cast" or r["further leaf"] == "half", "where a leaf keeps its type"),
     # An optimizer may change the type of a state in its first update: a state of 16 bits, the momentum of integers, or
