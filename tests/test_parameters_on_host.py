@@ -44,6 +44,7 @@ OPTIMIZERS: dict[str, Any] = {  # the optimizer, options, the parameters' dtype,
     "clipped": (CLIP_ADAMW, {"fraction": 0.5}, jnp.float32, 1e-5),
     "low bits": (jo.with_master_params(ADAMW, low_bits=True), {}, jnp.bfloat16, 4e-3),
     "no state": (optax.sgd(1e-2), {}, jnp.float32, 1e-6),
+    "resident": (ADAMW, {"fraction": 0}, jnp.float32, 1e-6),
 }
 RUNS = {"eager": lambda step: step, "jit": jax.jit, "jo.jit": lambda step: jo.jit(step, donate_argnums=(1, 2))}
 
@@ -99,9 +100,6 @@ def test_whatever_else_is_in_host_memory_is_loaded(wrap):
     streamed, resident = jo.offload(ADAMW, min_bytes=0), jo.offload(ADAMW, fraction=0)
     want = WRAPS[wrap](ADAMW.update)(grads, ADAMW.init(params), params)
     for tx in (streamed, resident):
-        moved, _ = WRAPS[wrap](tx.update)(to_host(grads), tx.init(params), to_host(params))
-        assert_close(moved, want[0], 4e-3)
-        assert kinds(moved) == ["pinned_host"]
         update = WRAPS[wrap](lambda skip, *args, tx=tx: tx.update(*args, skip=skip))
         got = update(skip, grads, streamed.init(params), params)
         assert_close(got, want, 4e-3)
@@ -626,8 +624,6 @@ def test_which_parameters_move(abstract):
     for said, moves in [
         ({}, {"embed", down, up}),
         ({"select": "layers"}, {down, up}),
-        ({"select": ["up", "down"]}, {down, up}),
-        ({"select": {"embed": False, "layers": True}}, {down, up}),
         ({"select": lambda path, leaf: "embed" in path and leaf.ndim == 2}, {"embed"}),
         ({"select": "layers", "fraction": 0.5}, {up}),
         ({"fraction": 0}, set()),
@@ -637,14 +633,8 @@ def test_which_parameters_move(abstract):
         on_host = {"/".join(k.key for k in path) for path, x in found if x.sharding.memory_kind == HOST}
         assert on_host == moves, said
         assert [(x.shape, x.dtype) for _, x in found] == [(x.shape, x.dtype) for x in jax.tree.leaves(params)]
-    for said, error, words in [
-        ({"select": "blocks"}, ValueError, "select.*blocks.*layers/down"),
-        ({"select": lambda path, leaf: False}, ValueError, "select.*selects none of the 3 leaves"),
-        ({"select": lambda path: True}, TypeError, "select: a callable is called with"),
-        ({"fraction": 2}, ValueError, "fraction: expected a float"),
-    ]:
-        with pytest.raises(error, match=words):
-            jo.to_host(params, **said)
+    with pytest.raises(ValueError, match=r"select.*blocks.*layers/down"):  # other errors: tests/test_errors.py
+        jo.to_host(params, select="blocks")
     tx = jo.offload(ADAMW)
     with pytest.raises(TypeError, match=r"select, fraction: .*Fix: leave them out"):
         jo.to_host(tx, tx.init(params) if not abstract else jo.abstract_state(tx, params), select="layers")
