@@ -94,6 +94,8 @@ def test_a_difference_is_noticed(mode):
         ({"skip": "select", "mesh": "explicit ZeRO-1", "again": "same gradients"}, "cores"),  # types tell divisions
         ({"dtype": "float32", "inside": "mechanize", "storage": "float8_e5m2"}, "pipelined, parameters on the host"),
         ({"mesh": "explicit ZeRO-1", "optimizer": "sm3", "inside": "conditionally"}, "jax.jit"),  # refused by name
+        # rows that their type divides between devices
+        ({"layers": 2, "bias": True, "mesh": "explicit ZeRO-1", "select": "tree"}, "pipelined, parameters on the host"),
         ({"target": "average", "results": "namedtuple"}, "pipelined"),  # names tell what is alike
         ({"tree": "tuple", "optimizer": "adagrad", "inside": "flatten", "select": "w", "scalar": True}, "jo.jit"),
     ],

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 
 from jax_offload._program.arrays import nbytes
 from jax_offload._program.jaxprs import Atom, DropVar, Equation, Literal, Scan, located, scan_of, variables
-from jax_offload._program.memory import is_host_aval
+from jax_offload._program.memory import is_host_aval, shards_of, typed_sharding
 from jax_offload._program.primitives import ELEMENTWISE, SHAPES
 from jax_offload._program.program import Program, Var, flat, is_store, load_of
 from jax_offload._program.propagate import NEEDS, Mask, forward, groups, made_of, needed_for, union
@@ -277,8 +277,8 @@ class Hoist:
 
     def _is_divided(self, v: Var, d: Rows | None) -> bool:
         """Whether the rows of a variable are divided between devices."""
-        shards = self.program.shards.get(v)
-        return d is not None and shards is not None and shards[d.dim] > 1
+        shards = self.program.shards.get(v) or shards_of(typed_sharding(v.aval), v.aval.shape)
+        return d is not None and shards[d.dim] > 1
 
     def sums_up(self, gradients: Sequence[Var]) -> str:
         """Say why gradients are sums that the scan carries out of its last iteration; empty where they are not.

@@ -1076,13 +1076,18 @@ def options_of_jit(step: Step, names: list[str]) -> dict[str, Any]:
     return found
 
 
+def widens(r: Recipe) -> bool:
+    """Whether a step may move leaves: optimizers widen the state of a half leaf, and a fraction counts its bytes."""
+    return r["further leaf"] == "half" and 0 < r["fraction"] < 1
+
+
 def jitted(step: Step) -> Record:
     r, record = step.r, Record(step)
     jit = jax.jit if path_of(step.mode) in ("plain", "jax.jit") else jo.jit
     names = donated(step)
     call = jit(step.function, **options_of_jit(step, names))
     carried = step.carried
-    home = None if step.mode == "plain" else places(carried)
+    home = None if step.mode == "plain" or widens(r) else places(carried)
     for k in range(CALLS):
         rest = rest_of(step, k)
         given = {name: carried.get(name, rest.get(name)) for name in step.arguments}
@@ -1146,7 +1151,7 @@ def pipelined(step: Step) -> Record:
             jax.block_until_ready(jax.tree.leaves(results))
             lates.append(late)
             found = places({name: results[name] for name in step.carried})
-            record.wrong += [f"finish: placed {line}" for line in unequal(found, home)]
+            record.wrong += [] if widens(r) else [f"finish: placed {line}" for line in unequal(found, home)]
     for k, (now, late) in enumerate(zip(nows, lates, strict=True)):
         metrics = jax.tree.map(lambda a, b: b if a is None else a, now, late, is_leaf=lambda x: x is None)
         record.add({"metrics": metrics} if k < CALLS - 1 else {**results, "metrics": metrics})
