@@ -27,7 +27,7 @@ import numpy as np
 from jax.sharding import Mesh, Sharding, SingleDeviceSharding
 
 from jax_offload._disk.disk import allgathered
-from jax_offload._host.stages import Task, is_sent
+from jax_offload._host.stages import Stage, is_sent
 from jax_offload._program.jaxprs import (
     ClosedJaxpr,
     Equation,
@@ -287,7 +287,8 @@ class Kernel:
       text: the kernel's source.
       signature: its type, in numba's notation.
       arrays, scalars: the positions of the update's inputs that are arrays, and of the inputs that are scalars.
-      over: position of an input -> position of the result that overwrites it; other results are arguments.
+      over: position of an input -> position of the result that overwrites it; other results are arguments. Whoever
+        calls must own the memory of these inputs.
     """
 
     slice: Slice
@@ -338,40 +339,28 @@ class Kernel:
             list(_pool().map(lambda start: run(start, min(start + part, size), *flat, *numbers), starts))
 
 
-class OnePass:
-    """The updates of a task by kernels, one after the other; a function of arrays in host memory.
-
-    Attributes:
-      written: the inputs that results overwrite; whoever calls must own their memory.
-    """
-
-    def __init__(self, task: Task, kernels: Sequence[Kernel]) -> None:
-        self._task, self._kernels = task, kernels
-        self.written = [each.slice.inputs[i] for each in kernels for i in each.over]
-
-    def __call__(self, *operands: Any) -> list[Any]:
-        env = dict(zip(self._task.inputs, operands, strict=True))
-        for each in self._kernels:
-            env.update(zip(each.slice.outputs, each.update(values_of(env, each.slice.inputs)), strict=True))
-        return [env[v] for v in self._task.outputs]
-
-
-def one_pass(task: Task, next_of: Mapping[Var, Var], own: Set[Var]) -> OnePass | None:
-    """Return kernels for a task of the cores; ``None`` if one of its updates is not elementwise, or without numba.
+def kernels_of(stage: Stage, next_of: Mapping[Var, Var], own: Set[Var]) -> list[Kernel] | None:
+    """Return kernels for a stage of the cores; ``None`` if one of its updates is not elementwise, or without numba.
 
     Args:
-      task: the task.
+      stage: the stage.
       next_of: result -> the variable whose next value it is.
       own: the inputs that may be overwritten.
     """
-    if not has_numba():
-        return None
-    times = Counter(v for s in task.slices for v in s.inputs)
+    times = Counter(v for s in stage.slices for v in s.inputs)
     own = {v for v in own if times[v] == 1}
     try:
-        return OnePass(task, [kernel_of(s, _over(s, next_of, own)) for s in task.slices])
+        return [kernel_of(s, _over(s, next_of, own)) for s in stage.slices] if has_numba() else None
     except _NotElementwise:
         return None
+
+
+def run_kernels(stage: Stage, kernels: Sequence[Kernel], *operands: Any) -> list[Any]:
+    """Update arrays in host memory by a stage's kernels, one after the other."""
+    env = dict(zip(stage.inputs, operands, strict=True))
+    for each in kernels:
+        env.update(zip(each.slice.outputs, each.update(values_of(env, each.slice.inputs)), strict=True))
+    return values_of(env, stage.outputs)
 
 
 def _over(s: Slice, next_of: Mapping[Var, Var], own: Set[Var]) -> dict[int, int]:

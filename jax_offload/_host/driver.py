@@ -19,24 +19,23 @@ import numpy as np
 from jax.core import Tracer
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
-from jax_offload._disk.leaves import IN_MEMORY, READ, WRITE, Place, Range, Token
+from jax_offload._disk.leaves import IN_MEMORY, READ, WRITE, Place, Token
 from jax_offload._emit.region import Update, holds_driven_update, is_update
 from jax_offload._host import cores
-from jax_offload._host.cores import OnePass, one_pass
 from jax_offload._host.stages import (
     BEFORE,
     DRIVEN,
     OnFiles,
     Part,
+    Stage,
     Staged,
-    Task,
     arranged,
     in_turn,
     is_sent,
+    linked,
     sending_rows,
     staged,
     stands_in,
-    tasks_of,
 )
 from jax_offload._program.arrays import nbytes
 from jax_offload._program.jaxprs import (
@@ -178,53 +177,15 @@ def _check_tokens(step: Program, tokens: Set[Var]) -> None:
     Facts[bool](False, any, rule, choice_counts=False).spread(step.eqns, dict.fromkeys(tokens, True))
 
 
-# ---- moved while it runs ---------------------------------------------------------------------------------------------
+# ---- run -------------------------------------------------------------------------------------------------------------
 
 
-class Moves:
-    """What moves at each task of a step, decided when the step is made.
-
-    Attributes:
-      files: the leaves on disk.
-      now: for each task, what it reads.
-      due: for each task, the results that can be written after it.
-    """
-
-    def __init__(self, files: OnFiles, tasks: Sequence[Task]) -> None:
-        self.files = files
-        self.now = [[v for v in task.inputs if v in files.reads] for task in tasks]
-        self.due = self._when_written(tasks)
-
-    def wanted(self, number: int) -> list[Var]:
-        """Return the reads of this task, or else of the next that has any, and later reads that fit in ``AT_ONCE``."""
-        groups = itertools.islice(filter(None, self.now[number:]), DEPTH + bool(self.now[number]))
-        nearest, *following = [*groups] or [[]]
-        return [*itertools.chain(nearest, *following[: beside(map(bytes_of, following))])]
-
-    def _when_written(self, tasks: Sequence[Task]) -> list[list[Var]]:
-        """Return the results to write after each task: no later task reads them or the old values of their rows."""
-        last = {v: k for k, task in enumerate(tasks) for v in (*task.outputs, *task.inputs)}
-        read_by: dict[Place, list[tuple[Range | None, int]]] = {}
-        for leaf, rows, k in ((*self.files.reads[v], k) for v, k in last.items() if v in self.files.reads):
-            read_by.setdefault(leaf, []).append((rows, k))
-        due: list[list[Var]] = [[] for _ in tasks]
-        for v, parts in self.files.writes.items():
-            old = [k for leaf, rows in parts for other, k in read_by.get(leaf, ()) if _meet(other, rows)]
-            due[max([last.get(v, 0), *old])].append(v)
-        return due
-
-
-def _meet(a: Range | None, b: Range | None) -> bool:
-    """Whether two ranges of a leaf share rows; ``None`` has all."""
-    return a is None or b is None or (a[0] < b[1] and b[0] < a[1])
-
-
-def beside(sizes: Iterable[int]) -> int:
+def _beside(sizes: Iterable[int]) -> int:
     """Return how many groups of these sizes, the nearest first, may be under way beside the current one."""
     return sum(total <= AT_ONCE for total in itertools.accumulate(itertools.islice(sizes, DEPTH)))
 
 
-def bytes_of(leaves: Iterable[Var]) -> int:
+def _bytes_of(leaves: Iterable[Var]) -> int:
     return sum(nbytes(v.aval) for v in leaves)
 
 
@@ -255,43 +216,44 @@ class Driven:
         if not is_driven(step):  # an update without results does not run
             step = ClosedJaxpr(without_dead_code(step.jaxpr, keep_inputs=True)[0], step.consts)
         program = dereferenced(flat(step, any_jit=True), any_jit=True)
-        self._files = files_of(unguarded(program), args)
-        found = staged(self._files)
+        self.files = files_of(unguarded(program), args)
+        found = staged(self.files)
         self._options = options, for_sending
-        read = {*found.results, *(v for stage in found.stages for v in stage.reads)}
+        read = {*found.results, *(v for stage in found.stages for v in stage.inputs)}
         placed = places_of([x if v in read else None for v, x in zip(found.arguments, args, strict=False)])
         self._devices = {d for s in placed if s is not None for d in s.device_set} or {*ambient_sharding().device_set}
         if any(s.on_cores for s in found.stages):
             cores.cpu()  # raises an error now if there is none
         own = found.arguments[: len(placed)]
         self._everywhere = _everywhere(placed, self._devices)
-        self._places: dict[Var, Sharding] = self._files.places(self._devices)
+        self._places: dict[Var, Sharding] = self.files.places(self._devices)
         self._places |= {v: s for v, s in zip(own, placed, strict=True) if s is not None} | found.scattered
         self._like = dict(found.next_of)
         # parameters in host memory that the step loads itself
-        moves = [eqn for eqn in self._files.program.eqns if is_load(eqn) or is_store(eqn)]
+        moves = [eqn for eqn in self.files.program.eqns if is_load(eqn) or is_store(eqn)]
         self._like |= {v: x for eqn in moves for x, v in zip(variables(eqn.invars), eqn.outvars, strict=True)}
         self.donated = {v for v, given in zip(own, donated, strict=True) if given}
         self._compiled, self._key_of = dict[Hashable, Jit](), numbered()
         self._step, tasks = self._scheduled(found, segments)
-        self.moves = Moves(self._files, tasks)
         self._bring = jit(lambda xs: xs, out_shardings=self._everywhere)
-        writable = self._writable(tasks)
-        self._tasks = [(task, self._run_by(task, writable)) for task in tasks]
-        self._written = [v for _, run in self._tasks if isinstance(run, OnePass) for v in run.written]
+        writable, self._written = self._writable(tasks), list[Var]()  # what kernels overwrite
+        self.tasks = [(task, self._run_by(task, writable)) for task in tasks]
 
-    def _scheduled(self, step: Staged, segments: bool) -> tuple[Staged, list[Task]]:
+    def _scheduled(self, step: Staged, segments: bool) -> tuple[Staged, list[Stage]]:
         """The step in the programs that overlap best, or, if the check finds a fault there, as first cut."""
-        free = self.donated | {*self._files.reads}
+        free = self.donated | {*self.files.reads}
         try:
             found = arranged(step, may_be_cut=segments and self._may_be_cut(step)) if len(step.stages) > 1 else step
-            tasks = tasks_of(found, free)
-            nodes = [Node(task, task.inputs, task.makes, takes={*task.over}) for task in tasks]
-            check_order(nodes, [*found.consts, *found.arguments, *self._files.reads], found.results)
+            tasks = linked(found, free)
+            nodes = [
+                Node(task, task.inputs, [v for s in task.slices for v in s.outputs], takes={*task.over})
+                for task in tasks
+            ]
+            check_order(nodes, [*found.consts, *found.arguments, *self.files.reads], found.results)
             return found, tasks
         except Exception as fault:
             tell("the step runs in fewer programs", fault)
-            return step, tasks_of(step, free)
+            return step, linked(step, free)
 
     def __call__(self, args: Sequence[Any]) -> list[Any]:
         """Return the step's flat results, given its flat arguments."""
@@ -302,16 +264,35 @@ class Driven:
             if times[id(given[v])] > 1:
                 given[v] = _copied(given[v])
         values = _Values(self, given)
-        for k, (task, run) in enumerate(self._tasks):
-            for following, _ in self._tasks[k + 1 : k + 2]:
+        for k, (task, run) in enumerate(self.tasks):
+            for following, _ in self.tasks[k + 1 : k + 2]:
                 values.send(following)
             results = run(*values.operands(k, task))
             if k == 0:
                 # behind the first program, whose gradients the cores wait for, and ahead of all others
                 values.take(self._written)
             values.put(task, results)
-            values.drop(k, task)
-        return values.results()
+            values.drop(task)
+        return self._nobody_elses(values.results(), args)
+
+    def _nobody_elses(self, results: Sequence[Any], args: Sequence[Any]) -> list[Any]:
+        """Replace results that are arguments, constants or each other with arrays of their own, as ``jax.jit`` does.
+
+        The memory of a donated argument is handed over: on the device to a new array, as ``jax.jit`` deletes the old
+        one.
+        """
+        own = {id(x) for v, x in zip(self._step.arguments, args, strict=False) if v in self.donated}
+        others = {id(x) for x in (*args, *self.constants)} - own
+        found, renamed = [*results], list[int]()
+        for k, x in enumerate(results):
+            if id(x) in others:
+                found[k] = _copied(x)
+            elif id(x) in own and isinstance(x, jax.Array) and not on_host(x):
+                renamed.append(k)
+            others.add(id(x))
+        for k in renamed:  # last, because a donated array may be copied too
+            found[k] = _renamed(found[k])
+        return found
 
     def committed(self, x: Any) -> Any:
         """Commit a result, as ``jax.jit`` does if an argument is committed, here a host leaf."""
@@ -337,16 +318,16 @@ class Driven:
         return self._arrays([moved(x) for x in self._step.consts.values()])
 
     @property
-    def first(self) -> tuple[Task, Callable[..., Sequence[Any]], Staged]:
+    def first(self) -> tuple[Stage, Callable[..., Sequence[Any]], Staged]:
         """Return the first task, its program without ``jit``, and the step."""
-        task, program = self._tasks[0]
+        task, program = self.tasks[0]
         return task, program.__wrapped__, self._step  # pyright: ignore[reportFunctionMemberAccess]
 
     def _may_be_cut(self, step: Staged) -> bool:
         """Whether the pass may be in several programs: each would reduce gradients of replicated parameters by itself.
         Files are read for one device at a time."""
         several = len(self._devices) > 1
-        if self._files.reads and several:
+        if self.files.reads and several:
             return False
         if len({device.process_index for device in self._devices}) > 1:
             return False
@@ -369,7 +350,7 @@ class Driven:
         """Return where a value belongs: replicated in its own memory, unless its sharding is known."""
         return with_kind(self._place_of(v) or self._everywhere, HOST_KIND if is_host_aval(v.aval) else DEVICE_KIND)
 
-    def _program(self, task: Task) -> Callable[..., Sequence[Any]]:
+    def _program(self, task: Stage) -> Callable[..., Sequence[Any]]:
         """Make the program of a task; tasks that do the same share it."""
         jaxpr, made, places = task.jaxpr, [*task.outputs, *task.down], self.result_places(task)
         turns = [made.index(v) for v in self._step.in_turn if v in made] if task.name == BEFORE else []
@@ -390,15 +371,15 @@ class Driven:
         self._compiled[key] = cores.program(jaxpr) if task.on_cores else on_device
         return self._compiled[key]
 
-    def result_places(self, task: Task) -> list[Sharding | None]:
+    def result_places(self, task: Stage) -> list[Sharding | None]:
         """Return the shardings of a program's results. The next value of a divided value is divided in the same way."""
-        found: list[Sharding | None] = [None] * len(task.outputs + task.down)
+        found: list[Sharding | None] = [None] * (len(task.outputs) + len(task.down))
         for k, v in enumerate(task.outputs):
             if isinstance(s := self._place_of(v), NamedSharding):
                 found[k] = with_kind(s, HOST_KIND if is_host_aval(v.aval) else DEVICE_KIND)
         return found
 
-    def _writable(self, tasks: Sequence[Task]) -> set[Var]:
+    def _writable(self, tasks: Sequence[Stage]) -> set[Var]:
         """Return the donated leaves in host memory that the cores may overwrite: at most one task beside the first
         reads them."""
         if not cores.has_addresses(self._devices):
@@ -408,14 +389,15 @@ class Driven:
         # an argument without a place, such as a NumPy array, is not committed to these devices
         return {v for v in found if v in self._places and {*self._places[v].device_set} == self._devices}
 
-    def _run_by(self, task: Task, writable: Set[Var]) -> Callable[..., Sequence[Any]]:
+    def _run_by(self, task: Stage, writable: Set[Var]) -> Callable[..., Sequence[Any]]:
         """Return the runner of a task: a program of XLA, one pass of the cores, or driven branches and loops."""
         if (eqn := task.inner) is not None:
             return _Inner(eqn, task, self._options)
         if not task.on_cores:
             return self._program(task)
-        if (found := one_pass(task, self._step.next_of, writable & task.free)) is not None:
-            return found
+        if (kernels := cores.kernels_of(task, self._step.next_of, writable & task.free)) is not None:
+            self._written += [each.slice.inputs[i] for each in kernels for i in each.over]
+            return functools.partial(cores.run_kernels, task, kernels)
         processes = len({device.process_index for device in self._devices})
         if processes > 1 and any(is_sent(v.aval) for v in task.inputs):
             raise ValueError(
@@ -434,8 +416,8 @@ class _Values:
     """
 
     def __init__(self, step: Driven, given: dict[Var, Any]) -> None:
-        self.here, self._there, self._step, self._moves = given, dict[Var, Any](), step, step.moves
-        self._files, self._donated = step.moves.files, {id(given[v]): given[v] for v in step.donated}
+        self.here, self._there, self._step, self._files = given, dict[Var, Any](), step, step.files
+        self._donated = {id(given[v]): given[v] for v in step.donated}
         self._reading: dict[Var, Future[jax.Array]] = {}
         self._writing: deque[tuple[int, list[Future[None]]]] = deque()  # groups with their bytes
         for token, leaf in self._files.given:
@@ -449,26 +431,29 @@ class _Values:
         self.here |= taken
         self._there |= taken
 
-    def send(self, task: Task) -> None:
+    def send(self, task: Stage) -> None:
         """Start to send the values that a task of the cores needs, if they exist already."""
         for v in task.inputs if task.on_cores else ():
             if v in self.here and v not in self._there:
                 self._there[v] = cores.sent(self.here[v])
 
-    def operands(self, number: int, task: Task) -> list[Any]:
+    def operands(self, number: int, task: Stage) -> list[Any]:
         """Return a task's operands. Files are read ahead, once older writes have ended; the pass waits for none."""
-        while task.name != BEFORE and len(self._writing) > beside(size for size, _ in reversed(self._writing)):
+        while task.name != BEFORE and len(self._writing) > _beside(size for size, _ in reversed(self._writing)):
             for writing in self._writing.popleft()[1]:
                 writing.exception()  # which is said when the step ends: other processes are in it too
-        for v in self._moves.wanted(number):
+        # the reads of this task, or else of the next that has any, and later reads that fit in ``AT_ONCE``
+        coming = filter(None, (each.fetched for each, _ in self._step.tasks[number:]))
+        nearest, *following = [*itertools.islice(coming, DEPTH + bool(task.fetched))] or [()]
+        for v in itertools.chain(nearest, *following[: _beside(map(_bytes_of, following))]):
             if v not in self._reading:
                 leaf, rows = self._files.reads[v]
                 self._reading[v] = leaf.home.fetch(leaf.name, self._step.place(v), rows)
-        self.here |= {v: self._reading.pop(v).result() for v in self._moves.now[number]}
+        self.here |= {v: self._reading.pop(v).result() for v in task.fetched}
         self.send(task)
         return values_of(self._there if task.on_cores else self.here, task.inputs)
 
-    def put(self, task: Task, results: Sequence[Any]) -> None:
+    def put(self, task: Stage, results: Sequence[Any]) -> None:
         """Keep a task's results where others read them."""
         n = len(task.outputs)
         defined = dict(zip(task.outputs, results[:n], strict=True))
@@ -479,10 +464,10 @@ class _Values:
             self.here |= defined
             self._there |= zip(task.down, results[n:], strict=True)
 
-    def drop(self, number: int, task: Task) -> None:
+    def drop(self, task: Stage) -> None:
         """Forget the values that a task reads last, and free those that were donated, unless another variable holds
         them. Start to write the results that are due, and forget them too."""
-        gone = {v: self.here.pop(v, None) for v in (*task.over, *self._moves.now[number])}
+        gone = {v: self.here.pop(v, None) for v in (*task.over, *task.fetched)}
         for v in task.over:
             self._there.pop(v, None)
         own = [x for x in gone.values() if isinstance(x, jax.Array) and id(x) in self._donated]
@@ -491,11 +476,10 @@ class _Values:
         for x in left:
             if id(x) not in live:
                 x.delete()
-        due = self._moves.due[number]
-        if parts := [(v, *part) for v in due for part in self._files.writes[v]]:
+        if parts := [(v, *part) for v in task.due for part in self._files.writes[v]]:
             writing = [leaf.home.put(leaf.name, self.here[v], rows) for v, leaf, rows in parts]
-            self._writing.append((bytes_of(due), writing))
-        for v in {*due}.difference(variables(self._files.outputs)):
+            self._writing.append((_bytes_of(task.due), writing))
+        for v in {*task.due}.difference(variables(self._files.outputs)):
             del self.here[v]
 
     def results(self) -> list[Any]:
@@ -530,7 +514,7 @@ class _Inner:
     body, is driven.
     """
 
-    def __init__(self, eqn: Equation, task: Task, options: tuple[Mapping[str, Any], Mapping[str, Any]]) -> None:
+    def __init__(self, eqn: Equation, task: Stage, options: tuple[Mapping[str, Any], Mapping[str, Any]]) -> None:
         self._eqn, self._task, self._options = eqn, task, options
         self._places = [eqn.outvars.index(v) for v in task.outputs]
         # their buffers may be taken; literals have their own
@@ -543,12 +527,7 @@ class _Inner:
     def __call__(self, *operands: Any) -> list[Any]:
         given = values_of(dict(zip(self._task.inputs, operands, strict=True)), self._eqn.invars)
         results = self._loop(given) if self._eqn.primitive.name == "while" else self._branch(*given)
-        # An operand that is handed on is copied if somebody else has it, as in a program of XLA.
-        taken, found = {id(x) for x, own in zip(given, self._free, strict=True) if not own}, list[Any]()
-        for x in (results[i] for i in self._places):
-            found.append(_copied(x) if id(x) in taken else x)
-            taken.add(id(x))
-        return found
+        return [results[i] for i in self._places]
 
     def _branch(self, index: Any, *given: Any) -> Sequence[Any]:
         branches = self._eqn.params["branches"]
@@ -576,3 +555,9 @@ def _copied(x: Any) -> Any:
     if not isinstance(x, jax.Array):
         return x
     return copy_on_host(x) if on_host(x) else jnp.copy(x)
+
+
+@functools.partial(jit, donate_argnums=0)
+def _renamed(x: jax.Array) -> jax.Array:
+    """Return a new array in the same memory."""
+    return x

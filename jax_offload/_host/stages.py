@@ -63,10 +63,34 @@ DRIVEN = ("cond", "while")  # the equations whose branches or bodies may hold a 
 
 @dataclasses.dataclass(frozen=True)
 class Stage:
-    """One program of a step. It runs ``slices``, in variables of the step, one after the other."""
+    """One program of a step, or a branch or loop that updates. It runs ``slices``, in variables of the step, in turn.
+
+    Attributes:
+      inputs: the values that it reads.
+      outputs: the values that it makes; after ``linked``, those that others read in the memory in which it makes them.
+      down: the results of a program of the device that the cores read: it copies them to host memory.
+      up: the results of the cores that are read on the device.
+      over: the inputs that nobody reads afterwards.
+      free: the ones that the step made or was given to donate: their buffers may be reused.
+      fetched: the inputs that come from files.
+      due: the results that can be written to files after it.
+    """
 
     name: str
     slices: tuple[Slice, ...]
+    inputs: Sequence[Var]
+    outputs: Sequence[Var]
+    down: Sequence[Var] = ()
+    up: Sequence[Var] = ()
+    over: Sequence[Var] = ()
+    free: frozenset[Var] = frozenset()
+    fetched: Sequence[Var] = ()
+    due: Sequence[Var] = ()
+
+    @classmethod
+    def of(cls, name: str, *slices: Slice) -> Stage:
+        made = [v for s in slices for v in s.outputs]
+        return cls(name, slices, [*dict.fromkeys(v for s in slices for v in s.inputs if v not in {*made})], made)
 
     @property
     def on_cores(self) -> bool:
@@ -77,14 +101,34 @@ class Stage:
         """The ``cond`` or ``while`` that holds an update, whose jaxprs are driven from Python in their turn."""
         return self.slices[0].jaxpr.eqns[0] if self.name == INNER else None
 
-    @property
-    def makes(self) -> list[Var]:
-        return [v for s in self.slices for v in s.outputs]
+    @functools.cached_property
+    def reused(self) -> tuple[int, ...]:
+        """The positions of the inputs whose buffers a device program reuses for its results, each for a result of its
+        type and memory."""
+
+        def kind(v: Var) -> Hashable:
+            return v.aval.shape, v.aval.dtype, is_host_aval(v.aval)
+
+        wanted, found = Counter(map(kind, self.outputs)), list[int]()
+        for k, v in enumerate(self.inputs):
+            if v in self.free and wanted[kind(v)] > 0:
+                wanted[kind(v)] -= 1
+                found.append(k)
+        return tuple(found)
 
     @property
-    def reads(self) -> list[Var]:
-        defined = {*self.makes}
-        return list(dict.fromkeys(v for s in self.slices for v in s.inputs if v not in defined))
+    def sends(self) -> bool:
+        """Whether it is a program of the device that copies to the host and nothing back."""
+        own = self.name == BEFORE and any(is_host_aval(v.aval) for v in self.outputs)
+        return bool(self.down) or own
+
+    @property
+    def jaxpr(self) -> Jaxpr:
+        """Its equations."""
+        eqns = [eqn for s in self.slices for eqn in s.jaxpr.eqns]
+        effects = frozenset[Any]().union(*(s.jaxpr.effects for s in self.slices))
+        debug_info = nameless(self.slices[0].jaxpr.debug_info)
+        return Jaxpr([], [*self.inputs], [*self.outputs, *self.down], eqns, effects, debug_info)
 
 
 Part = tuple[Place, Range | None]  # a leaf on disk, or some of its rows
@@ -195,7 +239,7 @@ class Staged:
         if self.stages and self.stages[-1].name not in (CORES, GROUP, INNER):
             slices = (*self.stages[-1].slices, *slices)
             name = self.stages.pop().name
-        self.stages.append(Stage(name, slices))
+        self.stages.append(Stage.of(name, *slices))
 
     def add(self, update: Update, eqn: Equation) -> None:
         """Add an update: the device's share at once, and what comes from disk, or goes to the cores, in groups."""
@@ -214,12 +258,12 @@ class Staged:
         if made := variables(device.program.outputs):
             whole = slice_of([equation_of(device, eqn)], made, self.program.debug_info, {})
             if device.planned:
-                self.stages.append(Stage("device", (whole,)))
+                self.stages.append(Stage.of("device", whole))
             else:
                 self.on_device(BEFORE, whole)
         self.stages += _grouped(CORES, [p.slice for p in first.slices])
         for each in later:
-            self.stages.append(Stage(CORES, (each.prelude,)))
+            self.stages.append(Stage.of(CORES, each.prelude))
             self.stages += _grouped(CORES, [p.slice for p in each.slices])
 
     def _from_disk(self, update: Update, planned: Sequence[Planned]) -> Iterator[Slice]:
@@ -315,7 +359,7 @@ def staged(files: OnFiles) -> Staged:
         if not holds_driven_update(eqn):
             step.on_device("between", alone)
         elif eqn.primitive.name in DRIVEN:
-            step.stages.append(Stage(INNER, (alone,)))
+            step.stages.append(Stage.of(INNER, alone))
         elif not is_update(eqn):
             raise stands_in(eqn, "update_on")
         else:
@@ -370,7 +414,7 @@ def _made_once(cores: Schedule, device: Update) -> tuple[Schedule, Update]:
 
 def _gradients_in_turn(update: Update, device: Update, pass_: Stage) -> list[Var]:
     """Return the large gradients if some of them stay on the device; none if their sharding is unknown."""
-    made = {*pass_.makes}
+    made = {*pass_.outputs}
     large = [v for v in update.gradients if v in made and math.prod(v.aval.shape) >= LARGE]
     return large if update.take_turns and not {*device.operands}.isdisjoint(large) else []
 
@@ -383,98 +427,59 @@ def _grouped(name: str, slices: Sequence[Slice]) -> Iterator[Stage]:
         group.append(s)
         size += sum(nbytes(v.aval) for v in s.loads)
         if size >= GROUP_BYTES or s is slices[-1]:
-            yield Stage(name, tuple(group))
+            yield Stage.of(name, *group)
             group, size = [], 0
 
 
 # ---- exchange between stages -----------------------------------------------------------------------------------------
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Task(Stage):
-    """A stage, and the values that it exchanges with the others.
-
-    Attributes:
-      inputs: the values that it reads.
-      outputs: the results that others read in the memory in which the stage makes them.
-      down: the results of a program of the device that the cores read: it copies them to host memory.
-      up: the results of the cores that are read on the device.
-      over: the inputs that nobody reads afterwards.
-      free: the ones that the step made or was given to donate: their buffers may be reused.
-    """
-
-    inputs: list[Var]
-    outputs: list[Var]
-    down: list[Var]
-    up: list[Var]
-    over: list[Var]
-    free: frozenset[Var]
-
-    @functools.cached_property
-    def reused(self) -> tuple[int, ...]:
-        """The positions of the inputs whose buffers a device program reuses for its results, each for a result of its
-        type and memory."""
-
-        def kind(v: Var) -> Hashable:
-            return v.aval.shape, v.aval.dtype, is_host_aval(v.aval)
-
-        wanted, found = Counter(map(kind, self.outputs)), list[int]()
-        for k, v in enumerate(self.inputs):
-            if v in self.free and wanted[kind(v)] > 0:
-                wanted[kind(v)] -= 1
-                found.append(k)
-        return tuple(found)
-
-    @property
-    def sends(self) -> bool:
-        """Whether it is a program of the device that copies to the host and nothing back."""
-        own = self.name == BEFORE and any(is_host_aval(v.aval) for v in self.outputs)
-        return bool(self.down) or own
-
-    @property
-    def jaxpr(self) -> Jaxpr:
-        """Its equations."""
-        eqns = [eqn for s in self.slices for eqn in s.jaxpr.eqns]
-        effects = frozenset[Any]().union(*(s.jaxpr.effects for s in self.slices))
-        debug_info = nameless(self.slices[0].jaxpr.debug_info)
-        return Jaxpr([], self.inputs, [*self.outputs, *self.down], eqns, effects, debug_info)
-
-
-def tasks_of(step: Staged, donated: Set[Var]) -> list[Task]:
+def linked(step: Staged, donated: Set[Var]) -> list[Stage]:
     """Decide which values each stage of a step leaves for the others; ``donated``: the donated inputs."""
     stages, results = step.stages, {*step.results}
-    last = {v: k for k, stage in enumerate(stages) for v in stage.reads}
-    by_cores = {v for stage in stages if stage.on_cores for v in stage.reads}
-    by_device = {v for stage in stages if not stage.on_cores for v in stage.reads} | results
+    last = {v: k for k, stage in enumerate(stages) for v in stage.inputs}
+    by_cores = {v for stage in stages if stage.on_cores for v in stage.inputs}
+    by_device = {v for stage in stages if not stage.on_cores for v in stage.inputs} | results
     # buffers that somebody else may have: inputs that were not donated, and whatever a branch or a loop may hand on
     others = {*step.consts, *step.arguments} - donated
-    tasks: list[Task] = []
+    due, found = _due(step.files, stages, last), list[Stage]()
     for k, stage in enumerate(stages):
-        defined = [v for v in stage.makes if v in results or last.get(v, -1) > k]
-        inputs, defined = _side_by_side(stage.reads, defined, step.next_of)
+        made = [v for v in stage.outputs if v in results or last.get(v, -1) > k]
+        # jax pairs donated inputs with results in their order. Two moments would otherwise be written into each
+        # other's buffers, which XLA would have to copy first.
+        pairs = {step.next_of[v]: v for v in made if v in step.next_of}
+        old = [v for v in stage.inputs if v in pairs]
+        inputs, made = dict.fromkeys([*old, *stage.inputs]), dict.fromkeys([*(pairs[v] for v in old), *made])
         over = [v for v in inputs if last[v] == k and v not in results]
-        sent = [v for v in defined if v in by_cores and is_sent(v.aval) and not is_host_aval(v.aval)]
-        down = [] if stage.name in (CORES, INNER) else sent
-        outputs = [v for v in defined if v in by_device or v not in down]
-        up = [v for v in defined if v in by_device] if stage.on_cores else []
-        free = frozenset(over) - others
-        tasks.append(Task(stage.name, stage.slices, inputs=inputs, outputs=outputs, down=down, up=up,
-                          over=over, free=free))  # fmt: skip
-        others |= {*inputs, *defined} if stage.inner is not None else set()
-    return tasks
+        sends = stage.name not in (CORES, INNER)
+        down = [v for v in made if sends and v in by_cores and is_sent(v.aval) and not is_host_aval(v.aval)]
+        outputs = [v for v in made if v in by_device or v not in down]
+        up = [v for v in made if v in by_device] if stage.on_cores else []
+        free, fetched = frozenset(over) - others, [v for v in inputs if v in step.files.reads]
+        found.append(Stage(stage.name, stage.slices, [*inputs], outputs, down, up, over, free, fetched, due[k]))
+        others |= {*inputs, *made} if stage.inner is not None else set()
+    return found
 
 
-def _side_by_side(
-    inputs: Sequence[Var], results: Sequence[Var], next_of: Mapping[Var, Var]
-) -> tuple[list[Var], list[Var]]:
-    """Put first the inputs that have a next value among the results, and these next values in the same order.
+def _due(files: OnFiles, stages: Sequence[Stage], last: Mapping[Var, int]) -> list[list[Var]]:
+    """Return the results to write to files after each stage: no later one reads them or the old values of their rows.
 
-    jax pairs donated inputs with results in their order. Two moments would otherwise be written into each other's
-    buffers, which XLA would have to copy first.
+    Args:
+      last: value -> the number of the last stage that reads it.
     """
-    next_values = {next_of[v]: v for v in results if v in next_of}
-    old = [v for v in inputs if v in next_values]
-    return list(dict.fromkeys([*old, *inputs])), list(dict.fromkeys([*(next_values[v] for v in old), *results]))
+
+    def meet(a: Range | None, b: Range | None) -> bool:
+        return a is None or b is None or (a[0] < b[1] and b[0] < a[1])
+
+    read_by: dict[Place, list[tuple[Range | None, int]]] = {}
+    for v, (leaf, rows) in files.reads.items():
+        read_by.setdefault(leaf, []).append((rows, last.get(v, 0)))
+    made = {v: k for k, stage in enumerate(stages) for v in stage.outputs}
+    due: list[list[Var]] = [[] for _ in stages]
+    for v, parts in files.writes.items():
+        old = [k for leaf, rows in parts for other, k in read_by.get(leaf, ()) if meet(other, rows)]
+        due[max([made.get(v, 0), last.get(v, 0), *old])].append(v)
+    return due
 
 
 def is_sent(x: Any) -> bool:
@@ -491,9 +496,9 @@ def is_sent(x: Any) -> bool:
 # XLA fuses nothing across programs: each value that crosses from one program to a later one is an array in memory. So
 # cheap values (elementwise arithmetic) are computed again if their operands are no larger.
 
-# The most programs, and the least share of the arithmetic in each but the first: the host needs a tenth of a program's
-# run time to start it. A state on disk takes longer, and with more programs gradients are freed earlier.
-FOR_CORES, FOR_DISK = (8, 1 / 16), (32, 1 / 32)
+# The least share of the arithmetic in each program but the first: the host needs a tenth of a program's run time to
+# start it. A state on disk takes longer, and with more programs gradients are freed earlier.
+FOR_CORES, FOR_DISK = 1 / 12, 1 / 32
 _NOT_AGAIN = {"optimization_barrier", "device_put", "sharding_constraint", "reshard"}
 _VIEWS = ["broadcast_in_dim", "iota", "one_minus_square", "reshape", "squeeze", "transpose"]
 CHEAP = ELEMENTWISE.union(_VIEWS) - _NOT_AGAIN
@@ -517,10 +522,10 @@ def arranged(step: Staged, *, may_be_cut: bool) -> Staged:
     on_disk, ready = groups[0].name == GROUP, list[int]()
     made_by = {v: k + 1 for k, eqn in enumerate(jaxpr.eqns) for v in eqn.outvars}
     for group in groups:  # some rows of a parameter are written after others
-        ready.append(max((made_by.get(v, 0) for v in group.reads), default=0))
-        made_by.update(dict.fromkeys(group.makes, ready[-1]))
-    cuts = cuts_of(jaxpr, ready, *(FOR_DISK if on_disk else FOR_CORES))
-    segments = [Stage(BEFORE, (part,)) for part in divided(jaxpr, {*pass_.outputs}, cuts)]
+        ready.append(max((made_by.get(v, 0) for v in group.inputs), default=0))
+        made_by.update(dict.fromkeys(group.outputs, ready[-1]))
+    cuts = _cuts(jaxpr, ready, FOR_DISK if on_disk else FOR_CORES)
+    segments = [Stage.of(BEFORE, part) for part in divided(jaxpr, {*pass_.outputs}, cuts)]
     stages = [*_interleaved(segments, cuts, groups, ready), *rest[len(groups) :]] if on_disk else [*segments, *rest]
     return dataclasses.replace(step, stages=stages)
 
@@ -533,8 +538,8 @@ def _with_late_arithmetic(step: Staged) -> Staged:
     first, *later = step.stages
     eqns = [eqn for s in first.slices for eqn in s.jaxpr.eqns]
     made = {v: k for k, v in enumerate(v for eqn in eqns for v in eqn.outvars)}
-    others = {*step.results}.union(*(s.reads for s in later if not s.on_cores))
-    sent = {v for s in later if s.on_cores for v in s.reads if v in made and is_sent(v.aval)} - others
+    others = {*step.results}.union(*(s.inputs for s in later if not s.on_cores))
+    sent = {v for s in later if s.on_cores for v in s.inputs if v in made and is_sent(v.aval)} - others
     late, starts = computed_again(sent, frozenset(), [*filter(_is_late, eqns)])
 
     def with_arithmetic(s: Slice) -> Slice:
@@ -546,8 +551,8 @@ def _with_late_arithmetic(step: Staged) -> Staged:
         each = ({v} if v not in sent else needed_for(late, [v])[1] & starts for v in values)
         return list(dict.fromkeys(x for found in each for x in sorted(found & made.keys(), key=made.__getitem__)))
 
-    later = [dataclasses.replace(s, slices=tuple(map(with_arithmetic, s.slices))) if s.on_cores else s for s in later]
-    pass_ = dataclasses.replace(first, slices=(_joined(first.slices, instead(first.makes)),))
+    later = [Stage.of(CORES, *map(with_arithmetic, s.slices)) if s.on_cores else s for s in later]
+    pass_ = Stage.of(first.name, _joined(first.slices, instead(first.outputs)))
     return dataclasses.replace(step, stages=[pass_, *later], in_turn=instead(step.in_turn))
 
 
@@ -589,23 +594,21 @@ def _interleaved(
         yield from (group for group, at in zip(groups, after, strict=True) if at == k)
 
 
-def cuts_of(jaxpr: Jaxpr, ready: Sequence[int], most: int, smallest: float) -> list[int]:
+def _cuts(jaxpr: Jaxpr, ready: Sequence[int], least: float) -> list[int]:
     """Return the number of equations after which each program but the last ends: with the gradients of a group.
 
-    The first program ends with the first group's gradients. Each later one has its share of the remaining arithmetic.
+    The first program ends with the first group's gradients. Each later one has its share of the arithmetic.
 
     Args:
       jaxpr: the pass.
       ready: for each group of the update, the number of equations after which its gradients exist.
-      most: the greatest number of programs.
-      smallest: the least share of the arithmetic in a program.
+      least: the least share of the arithmetic in a program.
     """
     done = [0.0, *itertools.accumulate(map(flops, jaxpr.eqns))]
-    total, places = done[-1], sorted({*ready} - {0})
     cuts: list[int] = []
-    for place in places[:-1]:
-        least = max((total - done[places[0]]) / (most - 1), smallest * total)
-        if total - done[place] >= smallest * total > 0 and (not cuts or done[place] - done[cuts[-1]] >= least):
+    for place in sorted({*ready} - {0})[:-1]:
+        beside = [done[-1] - done[place], *(done[place] - done[cut] for cut in cuts[-1:])]
+        if min(beside) >= least * done[-1] > 0:
             cuts.append(place)
     return cuts
 

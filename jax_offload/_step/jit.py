@@ -23,7 +23,7 @@ from jax_offload._emit.region import in_one_scan
 from jax_offload._host.driver import Driven, places_of
 from jax_offload._program.jaxprs import ClosedJaxpr, Jaxpr, jax_fun, typed_as, variables
 from jax_offload._program.jaxprs import jit as jit_of_jax
-from jax_offload._program.memory import copy_on_host, is_host_aval, mesh_is_set, on_host
+from jax_offload._program.memory import is_host_aval, mesh_is_set, on_host
 from jax_offload._program.primitives import guarded
 from jax_offload._program.private import traces
 from jax_offload._rewrite.inlined import explained, traced_step
@@ -89,14 +89,14 @@ class Undone:
       step: the closed jaxpr.
       result: the structure of the step's result.
       static: the static arguments: positions, and names of keyword arguments.
-      programs: the step compiled for shardings of arguments and for donation, with the donated arguments.
+      programs: the step compiled for shardings of arguments and for donation.
       shardings: a sharding, and the rank of an argument -> the first such sharding that means the same.
     """
 
     step: ClosedJaxpr
     result: Any
     static: Set[int | str]
-    programs: dict[Hashable, tuple[Driven, Sequence[bool]]] = dataclasses.field(default_factory=dict[Any, Any])
+    programs: dict[Hashable, Driven] = dataclasses.field(default_factory=dict[Any, Any])
     shardings: dict[tuple[Sharding, int], Sharding] = dataclasses.field(default_factory=dict[Any, Any])
 
     @classmethod
@@ -111,28 +111,20 @@ class Undone:
             return None
         return next((x for x in jax.tree.leaves(result, is_leaf=lambda x: isinstance(x, Undone))), None)
 
-    def run(
-        self,
-        jitted: Any,
-        options: Mapping[str, Any],
-        compiling: tuple[Mapping[str, Any], Mapping[str, Any]],
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
-    ) -> Any:
+    def run(self, step: Jitted, traced: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Drive the step.
 
         Args:
-          jitted: the object of ``jax.jit`` that has returned this step, and that has checked its arguments.
-          options: the options of ``jax.jit``.
-          compiling: the compiler's options for the programs of the device, and for those that send to the host.
-          args, kwargs: the step's arguments.
+          step: the jitted step.
+          traced: the trace that has returned this, after jax checked the arguments.
+          args, kwargs: the arguments of the call.
         """
-        given = _without(self.static, args, kwargs)
+        options, given = step._options, _without(self.static, args, kwargs)
         if (places := options.get("in_shardings")) is not None:
             given = (_put(given[0], tuple(places) if isinstance(places, list) else places), given[1])
-        leaves = jax.tree.leaves(given)
+        leaves, places = jax.tree.leaves(given), options.get("out_shardings")
         names = "donate_argnums", "donate_argnames", "compiler_options", "out_shardings"
-        how, places = repr([options.get(name) for name in names]), options.get("out_shardings")
+        how = repr([options.get(name) for name in names])
         key = how, tuple(map(self._same, places_of(leaves), map(np.ndim, leaves)))
         if key not in self.programs:
             _check_devices(self.step.jaxpr, leaves)
@@ -140,11 +132,11 @@ class Undone:
                 types = jax.tree.unflatten(self.result, self.step.out_avals)
                 types = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), types, is_leaf=is_on_disk)
                 jit_of_jax(lambda results: results, out_shardings=places).eval_shape(types)
-            donated = [info.donated for info in jax.tree.leaves(jitted.trace(*args, **kwargs).args_info)]
-            self.programs[key] = Driven(self.step, leaves, donated, *compiling), donated
-        run, donated = self.programs[key]
-        results = _nobody_elses(run(leaves), leaves, donated, run.constants)
-        result = jax.tree.unflatten(self.result, map(run.committed, typed_as(self.step.out_avals, results)))
+            donated = [info.donated for info in jax.tree.leaves(traced().args_info)]
+            compiling = step._compiling(compiler_options("cuda")), step._compiling(options_for_sending("cuda"))
+            self.programs[key] = Driven(self.step, leaves, donated, *compiling)
+        run = self.programs[key]
+        result = jax.tree.unflatten(self.result, map(run.committed, typed_as(self.step.out_avals, run(leaves))))
         return result if places is None else _put(result, places)
 
     def _same(self, place: Sharding | None, ndim: int) -> Sharding | None:
@@ -152,48 +144,6 @@ class Undone:
             alike = (s for s, n in self.shardings if n == ndim and s.is_equivalent_to(place, n))
             self.shardings[place, ndim] = next((s for s in alike if s.memory_kind == place.memory_kind), place)
         return None if place is None else self.shardings[place, ndim]
-
-
-def _nobody_elses(
-    results: Sequence[Any], given: Sequence[Any], donated: Sequence[bool], consts: Sequence[Any]
-) -> list[Any]:
-    """Replace results that are arguments, constants or each other with arrays of their own, as ``jax.jit`` does.
-
-    The memory of a donated argument is handed over: on the device to a new array, as ``jax.jit`` deletes the old one.
-    """
-    ours = {id(x) for x, own in zip(given, donated, strict=True) if own}
-    others = {id(x) for x in (*given, *consts)} - ours
-    found, renamed, copied = [*results], dict[int, jax.Array](), dict[int, jax.Array]()
-    for k, x in enumerate(results):
-        if not isinstance(x, jax.Array):
-            continue
-        if id(x) in others:
-            copied[k] = x
-        elif id(x) in ours and not on_host(x):
-            renamed[k] = x
-        others.add(id(x))
-    for arrays, renames in (copied, _copied), (renamed, _renamed):  # a donated array may be copied too
-        for k, x in zip(arrays, renames([*arrays.values()]) if arrays else (), strict=True):
-            found[k] = x
-    return found
-
-
-def _copied(arrays: list[jax.Array]) -> list[jax.Array]:
-    """Copy arrays, each in its memory."""
-    on_device = iter(_brought([x for x in arrays if not on_host(x)]))
-    return [copy_on_host(x) if on_host(x) else next(on_device) for x in arrays]
-
-
-@jit_of_jax
-def _brought(arrays: list[jax.Array]) -> list[jax.Array]:
-    """Return copies of arrays on the device."""
-    return arrays
-
-
-@functools.partial(jit_of_jax, donate_argnums=0)
-def _renamed(arrays: list[jax.Array]) -> list[jax.Array]:
-    """Return the arrays as new arrays in the same memory."""
-    return arrays
 
 
 def _check_devices(step: Jaxpr, leaves: Sequence[Any]) -> None:
@@ -306,7 +256,7 @@ class Jitted:
 
     # A decorator such as jax.grad hands on what is in __dict__, so there are the function's own attributes alone.
     __slots__ = (
-        "__dict__", "__weakref__", "_called", "_fun", "_inner", "_made", "_options", "_was_called", "whole_step",
+        "__dict__", "__weakref__", "_called", "_fun", "_inner", "_options", "_programs", "_was_called", "whole_step",
     )  # fmt: skip
 
     def __init__(self, fun: Callable[..., Any], options: dict[str, Any]) -> None:
@@ -316,21 +266,11 @@ class Jitted:
         functools.update_wrapper(self, self._inner, updated=())
         self._fun = self.__wrapped__ = self.whole_step.__wrapped__  # which the steps do not keep alive
         self._options, self._was_called = options, False
-        self._made: tuple[Any, Any] | None = None
-
-    @property
-    def _programs(self) -> tuple[Any, Any]:
-        """The step as a program, and as one that moves its state in a scan: jax takes the compiler's options first.
-
-        They are made when they are first needed: a backend says whether jaxlib knows our options.
-        """
-        if self._made is not None:
-            return self._made
+        # the step as a program, and as one that moves its state in a scan: jax takes the compiler's options first
         found = (self._compiling(compiler_options("cuda", in_scan=in_scan)) for in_scan in (False, True))
-        first, second = ({**self._options, "compiler_options": options or None} for options in found)
+        every: list[dict[str, Any]] = [{**options, "compiler_options": of or None} for of in found]
         with warnings.catch_warnings(action="ignore", category=DeprecationWarning):  # which the first object has given
-            self._made = jit_of_jax(self._called, **first), jit_of_jax(self._called, **second)
-        return self._made
+            self._programs: list[Any] = [jit_of_jax(self._called, **each) for each in every]
 
     def _compiling(self, ours: Mapping[str, Any]) -> dict[str, Any]:
         """The compiler's options: the caller's, or else ours."""
@@ -366,11 +306,9 @@ class Jitted:
         # The program of a driven step is empty, and would be given every argument: only its trace is asked for.
         keeps = self._options.get("keep_unused") or jax.config.jax_debug_key_reuse  # pyright: ignore
         result = jitted.trace(*args, **kwargs).out_info if keeps else jitted(*args, **kwargs)
-        undone = Undone.found_in(result)
-        if undone is None:
-            return jitted(*args, **kwargs) if keeps else result
-        compiling = self._compiling(compiler_options("cuda")), self._compiling(options_for_sending("cuda"))
-        return undone.run(jitted, self._options, compiling, args, kwargs)
+        if (undone := Undone.found_in(result)) is not None:
+            return undone.run(self, functools.partial(jitted.trace, *args, **kwargs), args, kwargs)
+        return jitted(*args, **kwargs) if keeps else result
 
     def trace(self, *args: Any, **kwargs: Any) -> jax.stages.Traced:
         """The same method as on the result of ``jax.jit``."""
@@ -494,7 +432,7 @@ _IN_SCAN = {"xla_gpu_command_buffer_scheduling_mode": "CONCURRENT"}
 def options_for_sending(platform: str) -> dict[str, Any]:
     """Like ``compiler_options``, for a program that copies to the host and nothing from it: gradients that wait for the
     host's cores. One copy at a time is in flight, as each further one is a gradient that waits on the device."""
-    return _options(platform, {_COPIES: 1})
+    return {_COPIES: 1} if platform in ("cuda", "gpu") else {}
 
 
 def compiler_options(platform: str, *, in_scan: bool = False) -> dict[str, Any]:
@@ -510,7 +448,7 @@ def compiler_options(platform: str, *, in_scan: bool = False) -> dict[str, Any]:
         it themselves. It raises the peak of a model with unrolled layers.
 
     Returns:
-      A dict, without options that the running jaxlib does not know.
+      A dict, empty for a platform without such options.
 
     Raises:
       ValueError: ``platform`` is not one of these.
@@ -521,22 +459,7 @@ def compiler_options(platform: str, *, in_scan: bool = False) -> dict[str, Any]:
       >>> int(double(21))
       42
     """
-    return _options(platform, {_COPIES: _MANY} | (_IN_SCAN if in_scan else {}))
-
-
-def _options(platform: str, options: Mapping[str, Any]) -> dict[str, Any]:
     if platform not in ("cuda", "gpu", "tpu", "cpu"):
         raise ValueError(f"platform: expected 'cuda', 'gpu', 'tpu' or 'cpu', got {platform!r}.")
-    known = options if platform in ("cuda", "gpu") else {}
-    return {name: value for name, value in known.items() if _known(name, value)}
-
-
-@functools.cache
-def _known(name: str, value: Any) -> bool:
-    if jax.__version_info__ < (0, 13):
-        return True  # tried; a newer one is asked
-    try:
-        jit_of_jax(lambda: 0).lower().compile(compiler_options={name: value})
-    except jax.errors.JaxRuntimeError:
-        return False
-    return True
+    found = {_COPIES: _MANY} | (_IN_SCAN if in_scan else {})
+    return found if platform in ("cuda", "gpu") else {}
