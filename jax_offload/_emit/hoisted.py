@@ -26,7 +26,7 @@ from jax.sharding import NamedSharding
 
 from jax_offload._emit.run import Buffers, Names, Values
 from jax_offload._program.jaxprs import Literal, Scan, Var, as_array, values_of, variables
-from jax_offload._program.memory import constrained, is_host_aval, shards_of, typed_sharding, zeros
+from jax_offload._program.memory import is_host_aval, shards_of, typed_sharding, zeros
 from jax_offload._program.primitives import read_once, together
 from jax_offload._program.rules import run_chunk
 from jax_offload._schedule.in_scan import InScan, Nest
@@ -129,19 +129,15 @@ class Emitter:
         found: Values = {}
         for move in self.plan.moves:
             for v, old in zip(move.slice.outputs, move.how.buffers, strict=True):
-                into = v if old is None else old
                 if v not in self.plan.feeds:
-                    # without a pin XLA would divide the carry like values made from it, and gather it in each iteration
-                    pin = None if is_host_aval(v.aval) else self.plan.pins.get(into)
-                    found[v] = constrained(wholes[into], pin)
+                    found[v] = wholes[v if old is None else old]
         return found
 
     def own_rows(self, hand: Hand, i: Any) -> Values:
         """Read the rows of operands on the device for iteration ``i``."""
         on_device = (*self.plan.in_place, *self.plan.new)
         rows = read_once([self.buffers.read(v, hand.wholes[v], i) for v in on_device])
-        own = {v: constrained(x, self.plan.pins.get(v)) for v, x in zip(on_device, rows, strict=True)}
-        return own | {v: self.buffers.read(v, x, i) for v, x in self.others.items()}
+        return dict(zip(on_device, rows, strict=True)) | {v: self.buffers.read(v, x, i) for v, x in self.others.items()}
 
     def update(self, hand: Hand, own: Values, i: Any, is_first: Any) -> Values:
         """Run the updates on the rows ``i``; return the new rows that the scan itself reads.
