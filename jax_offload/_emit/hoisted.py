@@ -26,7 +26,7 @@ from jax.sharding import NamedSharding
 
 from jax_offload._emit.run import Buffers, Names, Values
 from jax_offload._program.jaxprs import Literal, Scan, Var, as_array, values_of, variables
-from jax_offload._program.memory import is_host_aval, shards_of, typed_sharding, zeros
+from jax_offload._program.memory import constrained, is_host_aval, shards_of, typed_sharding, zeros
 from jax_offload._program.primitives import read_once, together
 from jax_offload._program.rules import run_chunk
 from jax_offload._schedule.in_scan import InScan, Nest
@@ -130,7 +130,8 @@ class Emitter:
         for move in self.plan.moves:
             for v, old in zip(move.slice.outputs, move.how.buffers, strict=True):
                 if v not in self.plan.feeds:
-                    found[v] = wholes[v if old is None else old]
+                    # without a pin XLA would divide the carry like values made from it
+                    found[v] = constrained(wholes[v if old is None else old], self.plan.pins.get(v))
         return found
 
     def own_rows(self, hand: Hand, i: Any) -> Values:

@@ -263,10 +263,17 @@ class Slice:
 
     @property
     def pins(self) -> dict[Var, NamedSharding]:
-        """The shardings that the trace constrains operands and results to; with Explicit axes, types tell them."""
+        """The shardings that the trace constrains operands and results to; with Explicit axes, types tell them.
+
+        A choice between two values is divided as they are, because XLA may divide it in another way.
+        """
         eqns = [eqn for eqn in self.jaxpr.eqns if eqn.primitive.name == "sharding_constraint"]
-        operands = {eqn.invars[0]: eqn.params["sharding"] for eqn in reversed(eqns) if eqn.invars[0] in self.inputs}
-        return operands | {eqn.outvars[0]: eqn.params["sharding"] for eqn in eqns}
+        found = {eqn.invars[0]: eqn.params["sharding"] for eqn in reversed(eqns) if eqn.invars[0] in self.inputs}
+        found |= {eqn.outvars[0]: eqn.params["sharding"] for eqn in eqns}
+        for eqn in self.jaxpr.eqns if found else ():
+            if eqn.primitive.name == "select_n" and (cases := found.keys() & {*variables(eqn.invars[1:])}):
+                found[eqn.outvars[0]] = found[cases.pop()]
+        return found
 
     @functools.cached_property
     def loaded_bytes(self) -> int:
