@@ -387,6 +387,9 @@ def test_what_is_wrong_with_the_call_is_no_damage(three_steps):
         for given, words in ({"params": target["params"]}, "checkpoint opt_state"), (target | {"b": 1}, "target     b"):
             with pytest.raises(ValueError, match=f"only in the {words}"):
                 jo.restore(manager, given, fallback=True)
+        number = {**target, "opt_state": jax.tree.map(lambda x: x if x.ndim else 0, target["opt_state"])}
+        with pytest.raises(ValueError, match=r"target: leaf 'opt_state/0/count' is int64\[\], and .* has int32\[\]"):
+            jo.restore(manager, number, fallback=True)
         placeless = jax.eval_shape(lambda tree: tree, target)
         assert jax.tree.leaves(placeless)[0].sharding is None
         with pytest.raises(ValueError, match=r"target: leaf 'opt_state/0/count' has no sharding"):

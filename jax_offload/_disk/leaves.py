@@ -583,6 +583,8 @@ def check_target(wanted: Mapping[str, Any], stored: Mapping[str, Any], what: str
         )
     for name, x in wanted.items():
         have = stored[name]
+        if isinstance(x, int | float | complex):
+            x = np.asarray(x)  # a Python number is stored with the type that NumPy gives it
         if have is None or not hasattr(x, "dtype"):
             continue
         if (tuple(x.shape), x.dtype) != (tuple(have.shape), have.dtype):

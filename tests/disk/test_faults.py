@@ -313,6 +313,9 @@ def test_a_directory_in_use_and_another_optimizer_or_model(run):
     ]:
         with pytest.raises(ValueError, match=message):
             run.resumed(inner, width)
+    numbers = {"params": dict.fromkeys(model(), 0.0), "state": jo.abstract_state(run.tx, model())}
+    with pytest.raises(ValueError, match=r"target: .* is float64\[\], and the commit in .* has float32\["):
+        other.resume(numbers)
     run.holds(2)
 
 
