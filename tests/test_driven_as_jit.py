@@ -353,6 +353,22 @@ def test_one_compile_on_a_mesh(way, axes, sharding_of, optimizer, tmp_path):
         assert compiles() == before
 
 
+@pytest.mark.parametrize("donated", [(0, 1), (0, 1, 3)])
+def test_all_leaves_that_a_driven_step_hands_on_take_one_program(donated):
+    tx = jo.offload(inner(), update_on="host", min_bytes=0)
+
+    def compiled(sizes):
+        step = jo.jit(lambda p, s, x, frozen: (*plain(tx, p, s, x), frozen), donate_argnums=donated)
+        p, x, *frozen = jax.device_put([jnp.eye(8), jnp.asarray(x_of(0)), *map(jnp.ones, sizes)], jax.devices()[0])
+        s, before = tx.init(p), compiles()
+        *_, handed_on = step(p, s, x, frozen)
+        assert [each.sum() for each in jax.device_get(handed_on)] == [*sizes]
+        return compiles() - before
+
+    compiled((3,))
+    assert compiled((101, 102, 103, 104)) <= compiled((111,))
+
+
 def calling_back(log):
     """An optimizer that calls back about a gradient, and about a moment that it makes."""
 

@@ -283,16 +283,20 @@ class Driven:
         """
         own = {id(x) for v, x in zip(self._step.arguments, args, strict=False) if v in self.donated}
         others = {id(x) for x in (*args, *self.constants)} - own
-        found, renamed = [*results], list[int]()
+        found, copied, renamed = dict(enumerate(results)), dict[int, jax.Array](), dict[int, jax.Array]()
         for k, x in enumerate(results):
-            if id(x) in others:
+            on_device = isinstance(x, jax.Array) and not on_host(x)
+            if id(x) in others and not on_device:
                 found[k] = _copied(x)
-            elif id(x) in own and isinstance(x, jax.Array) and not on_host(x):
-                renamed.append(k)
+            elif id(x) in others:
+                copied[k] = x
+            elif id(x) in own and on_device:
+                renamed[k] = x
             others.add(id(x))
-        for k in renamed:  # last, because a donated array may be copied too
-            found[k] = _renamed(found[k])
-        return found
+        # one program for all leaves, as a step may hand on hundreds; last those whose memory is taken
+        found |= _as_new(copied) if copied else {}
+        found |= _renamed(renamed) if renamed else {}
+        return [found[k] for k in range(len(results))]
 
     def committed(self, x: Any) -> Any:
         """Commit a result, as ``jax.jit`` does if an argument is committed, here a host leaf."""
@@ -557,7 +561,13 @@ def _copied(x: Any) -> Any:
     return copy_on_host(x) if on_host(x) else jnp.copy(x)
 
 
+@jit
+def _as_new(arrays: dict[int, jax.Array]) -> dict[int, jax.Array]:
+    """Return copies of arrays on the device."""
+    return arrays
+
+
 @functools.partial(jit, donate_argnums=0)
-def _renamed(x: jax.Array) -> jax.Array:
-    """Return a new array in the same memory."""
-    return x
+def _renamed(arrays: dict[int, jax.Array]) -> dict[int, jax.Array]:
+    """Return new arrays in the same memory."""
+    return arrays
