@@ -82,7 +82,7 @@ class Sweeps:
     def sweep(self, *, writes: bool = True, delay: float = 0.0) -> tuple[float, dict[str, int]]:
         """Return the seconds until everything is on disk, and the bytes moved.
 
-        As ``_host.moving.Moves`` asks: before the gradients, which take a ``delay`` too, reads of the first groups
+        As ``_host.driver`` asks: before the gradients, which take a ``delay`` too, reads of the first groups
         begin; at last everything is written, and committed.
         """
         before = dict(self.files.bytes)
