@@ -251,6 +251,13 @@ ON_TOKENS = {
     "a leaf's cast": lambda state: state[0].mu["layer_1"].astype(jnp.bfloat16),
     "a leaf's next value": lambda state: state[0].mu["layer_1"].at[0].set(0),
     "a leaf's device": lambda state: state[0].mu["layer_1"].devices(),
+    "a leaf's type": lambda state: jax.typeof(state[0].mu["layer_1"]),
+    "a vmap of a leaf": lambda state: jax.vmap(jnp.sum)(state[0].mu["layer_1"]),
+    "a sum in lax": lambda state: jax.lax.add(state[0].mu["layer_1"], 1.0),
+    "sums in lax": lambda state: jax.tree.map(jax.lax.neg, state),
+    "a loop": lambda state: jax.lax.fori_loop(0, 2, lambda i, x: x, state),
+    "a branch": lambda state: jax.lax.cond(True, lambda x: x, lambda x: x, state),
+    "a checkpoint": lambda state: jax.checkpoint(lambda x: x)(state),
     "the leaves' placement": lambda state: [x.sharding for x in jax.tree.leaves(state)],
     "the leaves' shards": lambda state: [x.addressable_shards for x in jax.tree.leaves(state)],
 }
@@ -265,7 +272,7 @@ def test_nothing_computes_with_what_stands_for_a_leaf(after, disk):
         with pytest.raises((TypeError, ValueError), match=r"jo\.to_device.*jo\.save_args"):
             compute(state)
     for copied in (pickle.dumps, copy.deepcopy):
-        with pytest.raises(TypeError, match=r"disk: .* cannot be pickled or copied"):
+        with pytest.raises(TypeError, match=r"disk: .* cannot be pickled or copied.*jo\.to_device.*jo\.save_args"):
             copied(state)
 
 
@@ -278,8 +285,11 @@ def test_plain_orbax_says_what_saves_a_state_on_disk(disk, tmp_path):
         args = ocp.args.StandardSave({"opt_state": state})
         with pytest.raises((TypeError, ValueError), match=r"jo\.save_args"):
             manager.save(0, args=args)
-    with ocp.PyTreeCheckpointer() as checkpointer, pytest.raises((TypeError, ValueError), match=r"jo\.save_args"):
+    both = r"jo\.to_device.*jo\.save_args"
+    with ocp.PyTreeCheckpointer() as checkpointer, pytest.raises((TypeError, ValueError), match=both):
         checkpointer.save(tmp_path / "tree", state)
+    with ocp.Checkpointer(ocp.ArrayCheckpointHandler()) as checkpointer, pytest.raises(TypeError, match=both):
+        checkpointer.save(tmp_path / "array", args=ocp.args.ArraySave(state[0].mu["layer_1"]))
 
 
 def test_what_looks_at_the_types_of_a_state_sees_those_of_its_leaves(disk):
@@ -289,8 +299,28 @@ def test_what_looks_at_the_types_of_a_state_sees_those_of_its_leaves(disk):
     (leaf,) = jax.tree.leaves(state[0].mu["layer_1"])
     assert not hasattr(leaf, "sharding") and not hasattr(leaf, "__cuda_array_interface__")
     assert float(optax.tree.norm(optax.tree.zeros_like(state))) == 0
+    plain = ADAMW.init(params)
+    for look in (
+        jnp.shape,
+        lambda x: x.dtype,
+        lambda x: x.nbytes,
+        lambda x: None,
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype),
+    ):
+        assert jax.tree.map(look, state) == jax.tree.map(look, plain)
     assert jax.jit(lambda state, x: x + 1)(state, 1) == 2
     assert repr(handles(state)[0]) == "OnDisk([0].mu['layer_1']: float32[64, 64])"
+
+
+@pytest.mark.parametrize("way", ["deepcopy", "cloudpickle"])
+def test_a_copy_of_an_optimizer_is_the_recipe(way, disk):
+    cloudpickle = pytest.importorskip("cloudpickle")
+    tx, params, state = begun(disk)
+    again = copy.deepcopy(tx) if way == "deepcopy" else cloudpickle.loads(cloudpickle.dumps(tx))
+    with pytest.raises(ValueError, match=r"in use by .* this one"):  # two would write over each other
+        again.init(params)
+    disk.close()
+    assert repr(again.init(params)) == repr(state)
 
 
 def test_a_step_that_cannot_be_says_why(disk):

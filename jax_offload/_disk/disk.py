@@ -15,6 +15,7 @@ prepared commit. So each process has one or two commits, and the newest one that
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import operator
 import os
@@ -89,7 +90,8 @@ class Disk:
         return f"disk({str(self.directory)!r}, host_bytes={self.host_bytes})"
 
     def __reduce__(self) -> Any:
-        raise TypeError(f"disk: {self!r} has open files, and cannot be pickled or copied.")
+        """A copy is another ``disk`` for the same directory, which has no state until ``init`` or ``resume``."""
+        return functools.partial(type(self), host_bytes=self.host_bytes), (str(self.directory),)
 
     # ---- commits ---------------------------------------------------------------------------------------------------
 

@@ -112,6 +112,9 @@ class NotInMemory(AttributeError, TypeError):
         )
 
 
+_FIX = "jo.to_device reads it to compute with, jo.save_args saves it"
+
+
 def _refuse_to_compute(self: Token | OnDisk, *args: Any, **kwargs: Any) -> Any:
     raise NotInMemory(self.place)
 
@@ -131,7 +134,14 @@ class _Typed:
         raise AttributeError(name) if name.startswith("__") else NotInMemory(self.place)
 
 
-class Token(_Typed):
+class _SaysWhatToDo(type):
+    """The class of what stands for a leaf: jax and orbax name it where they refuse an object, and say no more."""
+
+    def __repr__(cls) -> str:
+        return f"<class '{cls.__module__}.{cls.__name__}', a leaf on disk: {_FIX}>"
+
+
+class Token(_Typed, metaclass=_SaysWhatToDo):
     """The leaf that ``jax.tree.leaves`` returns for an array on disk, outside traces: the version of its state.
 
     It has the leaf's shape and dtype, and nothing else that an array has. Whatever asks for values gets
@@ -145,7 +155,7 @@ class Token(_Typed):
         self.version, self.place = version, place
 
     def __repr__(self) -> str:
-        return f"OnDisk({self.place}; jo.to_device reads it to compute with, jo.save_args saves it)"
+        return f"OnDisk({self.place}; {_FIX})"
 
     __hash__ = object.__hash__
 
@@ -154,11 +164,12 @@ class Token(_Typed):
 _OPERATORS = """add radd sub rsub mul rmul matmul rmatmul truediv rtruediv floordiv rfloordiv mod rmod pow rpow neg pos
 abs divmod rdivmod invert and rand or ror xor rxor lshift rshift lt le gt ge eq ne bool int float complex index len iter
 getitem jax_array array array_ufunc deepcopy copy reduce""".split()
-trace_as(Token, jax.typeof(np.zeros((), TOKEN)), _refuse_to_compute)
+_TYPE = jax.typeof(np.zeros((), TOKEN))
+trace_as(Token, lambda _: _TYPE, _refuse_to_compute)
 
 
 @jax.tree_util.register_pytree_with_keys_class
-class OnDisk(_Typed):
+class OnDisk(_Typed, metaclass=_SaysWhatToDo):
     """The placeholder of a leaf on disk in a state.
 
     Its one child in the tree is a token, which changes with every update: using the state of an earlier step is an
@@ -186,9 +197,8 @@ class OnDisk(_Typed):
     @classmethod
     def tree_unflatten(cls, place: Place, children: tuple[Any]) -> Any:
         (child,) = children
-        if isinstance(child, np.ndarray | jax.Array) and child.shape == place.shape and child.dtype == place.dtype:
-            return child  # something has read the leaf
-        return cls(child, place)
+        # anything else is the leaf's value, or what a function has made of its type
+        return cls(child, place) if _is_token(child) else child
 
     @property
     def sharding(self) -> Sharding:
@@ -210,14 +220,22 @@ class OnDisk(_Typed):
 
     def __reduce__(self) -> Any:
         raise TypeError(
-            f"disk: {self!r} cannot be pickled or copied, as its values are in files. Fix: disk.commit(step, tree) "
-            "saves it where it is; numpy.asarray reads it."
+            f"disk: {self!r} cannot be pickled or copied, as its values are in files. Fix: jo.to_device(part of the "
+            "state) reads it; disk.commit(step, tree) saves it where it is, and jo.save_args(tree) with orbax."
         )
 
     def __repr__(self) -> str:
         return f"OnDisk({self.place})"
 
 
+def _is_token(x: Any) -> bool:
+    """Whether something is the version of a state, in a trace or outside, or what jax puts in its place in a tree."""
+    if type(x) is object or isinstance(x, Token | Tracer):
+        return True
+    return getattr(x, "shape", None) == () and getattr(x, "dtype", None) == TOKEN
+
+
+trace_as(OnDisk, _refuse_to_compute, _refuse_to_compute)
 # Both refuse to compute. A leaf that is taken out of the state by name does what it defines, and can be looked at.
 _LOOKS = {f"__{name}__" for name in ("eq", "ne", "bool", "array_ufunc", "copy", "deepcopy")}
 for _class, _allowed in (Token, {*vars(Token)}), (OnDisk, {*vars(OnDisk)} | _LOOKS):
@@ -298,7 +316,7 @@ READ, WRITE = Primitive("jax_offload_read"), Primitive("jax_offload_write")
 READ.def_impl(_refuse)
 WRITE.def_impl(_refuse)
 READ.def_abstract_eval(lambda token, place: jax.typeof(place))
-WRITE.def_abstract_eval(lambda x, place: jax.typeof(np.zeros((), TOKEN)))
+WRITE.def_abstract_eval(lambda x, place: _TYPE)
 for _primitive in READ, WRITE:
     set_rules(_primitive, lower=_refuse, jvp=_refuse, batch=_refuse)
 _CANNOT_LOWER = identity_primitive("jax_offload_cannot_lower", _raise)

@@ -9,6 +9,7 @@
 | whether the innermost trace is the one that computes | ``traces`` | 0.10 to 0.12 |
 | the tables of a primitive's rules; symbols for zero | ``set_rules``, ``nonzero``, ``zero_tangent`` | 0.10 to 0.12 |
 | how arguments of a program are typed and made ready, by class | ``trace_as``, ``trace_as_on_host`` | 0.10 to 0.12 |
+| what ``vmap`` makes of an argument, by class | ``trace_as`` | 0.10 to 0.12 |
 | ``lower_fun`` | ``lowered`` | 0.10 to 0.12 |
 | ``main`` of a module, with the attributes of its arguments and results | ``take_back_aliases`` | 0.10 to 0.12 |
 | a tracer's variable, equation and trace | ``variable_of``, ``equation_of``, ``equations_of_trace`` | 0.10 to 0.12 |
@@ -29,6 +30,7 @@ import jax.extend.core as jex
 import numpy as np
 from jax._src import core as private_core
 from jax._src import dtypes as private_dtypes
+from jax._src.interpreters import batching as private_batching
 from jax._src.lib import xla_client  # pyright: ignore[reportPrivateImportUsage]
 from jax._src.state import discharge
 from jax.core import ShapedArray
@@ -118,10 +120,15 @@ def set_rules(
         mlir.register_lowering(primitive, lower_for_cpu, platform="cpu")
 
 
-def trace_as(kind: type, aval: ShapedArray, refuse: Callable[..., Any]) -> None:
-    """Let jax trace objects of a class as arguments of a type; a program that runs with one calls ``refuse``."""
-    _part_of(private_core, "pytype_aval_mappings")[kind] = lambda _: aval
+def trace_as(kind: type, type_of: Callable[[Any], ShapedArray], refuse: Callable[..., Any]) -> None:
+    """Let jax trace objects of a class by their types; ``vmap`` and a program that runs with one call ``refuse``."""
+    _part_of(private_core, "pytype_aval_mappings")[kind] = type_of
     _part_of(private_dtypes, "canonicalize_value_handlers")[kind] = refuse
+
+    def element(convert: Any, index: Any, x: Any, axis: Any) -> Any:
+        return x if axis is None else refuse(x)
+
+    _part_of(private_batching, "to_elt_handlers")[kind] = element
 
 
 def trace_as_on_host(kind: type[jax.ShapeDtypeStruct]) -> None:
