@@ -170,6 +170,8 @@ def offload(
             with arguments.within(within_offload=True):
                 state = inner.init(loaded(params))
             plan = place(policy, state, params)
+            if any(leaf.host for leaf in plan):
+                state = _on_devices_of(params, state)
             known = {**remembered.unambiguous(params), **own}  # of others out_shardings say how the state is divided
             state = stored(resharded_state(state, plan, params, known), [leaf.host for leaf in plan])
             state = guarded(state, home=home, where="init")
@@ -435,6 +437,21 @@ def _in_layers(params: Any, select: Any, step: Callable[..., Any], args: Any) ->
         )
     chosen = {id(x) for x, moves in zip(leaves, by_layers, strict=False) if moves}
     return lambda _, leaf: id(leaf) in chosen  # no tree: it might be a model, which can be called, too
+
+
+def _on_devices_of(params: Any, state: Any) -> Any:
+    """Return a state that is made in the user's program so that the program runs on the parameters' devices.
+
+    Zeros need no parameter, and jax drops the arguments that nothing needs. The program would then run on one device,
+    and what it returns in host memory stays there, while plain zeros go to the devices of the next step.
+    """
+    leaves, treedef = jax.tree.flatten(state)
+    traced = [x for x in jax.tree.leaves(params) if isinstance(x, Tracer) and not on_host(x)]
+    made = [k for k, x in enumerate(leaves) if isinstance(x, jax.Array)]
+    if made and traced and not memory.mesh_is_set():
+        smallest = min(made, key=lambda k: leaves[k].size)
+        leaves[smallest], *_ = jax.lax.optimization_barrier([leaves[smallest], *traced])
+    return jax.tree.unflatten(treedef, leaves)
 
 
 def _typed(x: Any, in_host_memory: bool) -> Any:

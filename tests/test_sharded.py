@@ -393,3 +393,22 @@ def test_an_update_that_cannot_know_the_shardings_says_so():
         jax.jit(tx.update)(params, state, params)
     jo.abstract_state(tx, params)
     jax.jit(tx.update)(params, state, params)
+
+
+@pytest.mark.parametrize("jit", [jax.jit, jo.jit])
+@pytest.mark.parametrize("where", ["a mesh", "another device"])
+def test_a_state_that_a_program_makes_goes_to_the_devices_of_the_parameters(where, jit):
+    """No ``out_shardings``, as in plain JAX, where zeros of another device go wherever the step is."""
+    if where == "a mesh":
+        params, grads = (network(mesh_of(AxisType.Auto), seed=seed) for seed in (0, 100))
+    else:
+        params, grads = jax.device_put((network(None), network(None, seed=100)), jax.devices()[1])
+    inner = OPTIMIZERS["clip"]
+    results = []
+    for tx in inner, jo.offload(inner, min_bytes=0):
+        carry, step = (params, jit(tx.init)(params)), jit(step_of(tx))
+        for _ in range(3):
+            carry = step(*carry, grads)
+        results.append(carry)
+    assert_close(*results, 1e-5)
+    assert {x.sharding.memory_kind for x in jax.tree.leaves(results[1][1]) if x.ndim} == {HOST}
