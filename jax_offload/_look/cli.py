@@ -90,7 +90,8 @@ def parser() -> argparse.ArgumentParser:
     for name, given in signatures.signature(plan).parameters.items():
         if given.kind is signatures.Parameter.KEYWORD_ONLY:
             action = "store_true" if given.default is False else "store"
-            option(f"--{name.replace('_', '-')}", action=action, default=given.default, help=texts.get(name))
+            said = texts.get(name, "").replace("``", "") + (f" (default: {given.default})" if given.default else "")
+            option(f"--{name.replace('_', '-')}", action=action, default=given.default, help=said)
     option("--optimizer", help="a name in optax or optax.contrib; adamw if left out")
     option("--clip", action="store_true", help="clip gradients by their global norm")
     option("--master", help="dtype of master parameters: float32")
@@ -166,6 +167,9 @@ def load(name: str, wanted: str) -> Any:
         made = pkgutil.resolve_name(name) if ":" in name else name
         found = made() if callable(made) else made
     except Exception as error:
+        missing = error.name if isinstance(error, ModuleNotFoundError | AttributeError) else None
+        if missing and f".{missing}." in f".{name.replace(':', '.')}.":  # Python looked for what the argument names
+            raise ValueError(f"{name}: expected module:function; {error}.") from error
         traceback.print_exception(error)
         raise SystemExit(RAISES) from error
     if not isinstance(found, tuple | list) or len(found) < 2:

@@ -53,7 +53,7 @@ def test_what_the_issue_asks_in_one_line():
         ),
         ([*SEVEN, "--device-memory", "much"], 2, "device_memory: expected"),
         ([*SEVEN, "--optimizer", "adamwww"], 2, "optax has no 'adamwww'"),
-        (["plan", "no_such_module:f"], 9, "No module named"),
+        (["plan", "no_such_module:f"], 2, "no_such_module:f: expected module:function; No module named"),
         (["plan", "nonsense"], 2, "params: expected how many there are"),
         (["plan", "a:f", "--clip", "--master", "float32"], 2, "--clip, --master: a:f has an optimizer of its own"),
         ([*SEVEN, "--target", "h200"], 2, "target: compiles a step"),
@@ -107,7 +107,7 @@ def test_a_function_of_yours(tmp_path, monkeypatch):
         ("raises", 9, "ValueError: of their own"),
         ("number", 2, "expected module:function, a function without arguments that returns"),
         ("strings", 2, "params: expected arrays, or values with shape and dtype; ['name'] is a str"),
-        ("nothing", 9, "has no attribute 'nothing'"),
+        ("nothing", 2, "has no attribute 'nothing'"),
     ):
         done = run("plan", f"mine_for_test:{name}")
         assert done.exit_code == code and says in done.output
