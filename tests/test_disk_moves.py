@@ -1,5 +1,6 @@
 """A state on disk and what else keeps one: memory, other disks, orbax's checkpoints, each way, leaf by leaf."""
 
+import copy
 import mmap
 import re
 import sys
@@ -135,6 +136,29 @@ def test_a_state_is_restored_anywhere(disks, tmp_path, storage, host_bytes):
     got, _ = files.resume(shapes | {"params": jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), wanted["params"])})
     assert all(isinstance(x, np.ndarray) for x in jax.tree.leaves(got["params"]))
     same(got, wanted)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # orbax's threads, after an error
+def test_save_args_without_a_copy_reads_leaves_when_orbax_writes_them(disks, tmp_path, monkeypatch):
+    memory, tx = offload(), offload(disks())
+    weights, state = trained(tx)
+
+    def save(number, saved):
+        with ocp.CheckpointManager(tmp_path / "orbax") as manager:
+            manager.save(number, args=saved)
+            manager.wait_until_finished()
+
+    save(0, jo.save_args({"state": state}, copy=False))
+    with ocp.CheckpointManager(tmp_path / "orbax") as manager:
+        same(jo.restore(manager, {"state": jo.abstract_state(memory, apart())})["state"], state)
+    late = jo.save_args({"state": state}, copy=False)
+    _, state = step_of(tx)(weights, state, GRADS)
+    with pytest.raises(ValueError, match="it is of an earlier step, which has been overwritten"):
+        save(1, late)
+    whole = copy.deepcopy  # an orbax that makes none fails, and writes no other values
+    monkeypatch.setattr(copy, "deepcopy", lambda x, *memo: x if isinstance(x, np.ndarray) else whole(x, *memo))
+    with pytest.raises(ValueError, match="mismatch"):
+        save(2, jo.save_args({"state": state}, copy=False))
 
 
 def test_a_checkpoint_that_is_damaged_leaves_no_files_and_the_one_before_is_used(disks, tmp_path):

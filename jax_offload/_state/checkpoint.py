@@ -38,7 +38,8 @@ def save_args(tree: Any, *, copy: bool = True) -> Any:
     being written out ("Donation requested for buffer with external reference"), and a CPU copies it in every such
     step. The copies made here, from host to host, leave the originals free.
 
-    Leaves on disk are read into host memory, all at once, and stay there until the save has finished.
+    Leaves on disk are read into host memory, all at once, and stay there until the save has finished. With
+    ``copy=False`` they are read one after the other while orbax writes them.
 
     Args:
       tree: arrays and numbers, such as ``{"params": params, "opt_state": state}``.
@@ -61,7 +62,9 @@ def save_args(tree: Any, *, copy: bool = True) -> Any:
       True
     """
     ocp, leaves = _orbax(), jax.tree.leaves(tree, is_leaf=is_on_disk)
-    new = [x for x in leaves if is_on_disk(x) or (copy and memory.on_host(x))]
+    # orbax asks only one process for a NumPy array, so leaves that are divided between processes are read now
+    is_late = lambda x: is_on_disk(x) and not copy and x.sharding.is_fully_addressable  # noqa: E731
+    new = [x for x in leaves if (is_on_disk(x) and not is_late(x)) or (copy and memory.on_host(x))]
     for platform in {next(iter(x.sharding.device_set)).platform for x in new}:
         wait = "pass copy=False and call manager.wait_until_finished() before the next step"
         hosted = [x for x in leaves if memory.on_host(x)]
@@ -69,13 +72,16 @@ def save_args(tree: Any, *, copy: bool = True) -> Any:
 
     def held(x: Any) -> Any:
         """Return an array that no step donates."""
+        if is_late(x):
+            return Late.of(x)
         if is_on_disk(x):
             return jax.device_put(x.read(x.sharding), x.sharding)
         return memory.copy_on_host(x) if copy and memory.on_host(x) else x
 
     tree = jax.block_until_ready(jax.tree.map(held, tree, is_leaf=is_on_disk))
     leaves = named(tree)
-    sums = dict(zip(leaves, checksums([*leaves.values()]), strict=True))
+    values = [x.leaf if isinstance(x, Late) else x for x in leaves.values()]
+    sums = dict(zip(leaves, checksums(values), strict=True))
     return ocp.args.StandardSave(tree, custom_metadata={_NAME: {"by": _MARK, "checksums": sums}})
 
 
@@ -286,6 +292,28 @@ def default_target(stored: Any) -> Any:
         sharding = stored.sharding.to_jax_sharding() or sharding
     kind = memory.HOST_KIND if stored.shape else memory.DEVICE_KIND
     return jax.ShapeDtypeStruct(stored.shape, stored.dtype, sharding=memory.with_kind(sharding, kind))
+
+
+class Late(np.ndarray):
+    """A leaf on disk that orbax takes for a NumPy array: it writes a deep copy, here the leaf, which then is read.
+
+    The array itself is empty, so that an orbax that does not copy it fails instead of writing other values.
+    """
+
+    leaf: Any
+    shape = property(lambda self: self.leaf.shape)  # pyright: ignore[reportIncompatibleMethodOverride]
+    ndim = property(lambda self: self.leaf.ndim)  # pyright: ignore[reportIncompatibleMethodOverride]
+    size = property(lambda self: self.leaf.size)  # pyright: ignore[reportIncompatibleMethodOverride]
+    nbytes = property(lambda self: self.leaf.nbytes)  # pyright: ignore[reportIncompatibleMethodOverride]
+
+    @classmethod
+    def of(cls, leaf: Any) -> Late:
+        found = np.zeros(0, leaf.dtype).view(cls)
+        found.leaf = leaf
+        return found
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        return self.leaf
 
 
 # ---- checksums ------------------------------------------------------------------------------------------------------
