@@ -98,6 +98,8 @@ class Disk:
     @property
     def last_commit(self) -> int | None:
         """The step of the last commit in the directory, or ``None``. With several processes, all must ask."""
+        if self._opened is not None:
+            return self._opened.step
         last = last_of_all(self.directory)
         return None if last is None else last.step
 
