@@ -37,7 +37,7 @@ from jax_offload._program.memory import (
     stored,
     types_tell,
 )
-from jax_offload._program.primitives import Home, guarded
+from jax_offload._program.primitives import Home, guarded, together
 from jax_offload._program.private import traces
 from jax_offload._rewrite.inlined import traced_step
 from jax_offload._rewrite.rewritten import rewritten
@@ -450,7 +450,7 @@ def _on_devices_of(params: Any, state: Any) -> Any:
     made = [k for k, x in enumerate(leaves) if isinstance(x, jax.Array)]
     if made and traced and not memory.mesh_is_set():
         smallest = min(made, key=lambda k: leaves[k].size)
-        leaves[smallest], *_ = jax.lax.optimization_barrier([leaves[smallest], *traced])
+        leaves[smallest], *_ = together([leaves[smallest], *traced])
     return jax.tree.unflatten(treedef, leaves)
 
 

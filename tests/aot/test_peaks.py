@@ -41,8 +41,8 @@ def test_init_holds_two_leaves(inner):
     params = {f"w{k}": array(1024 + 8 * k, 4096) for k in range(24)}
     out = jax.tree.map(lambda x: x.sharding, jo.abstract_state(tx, params))
     found = jo.inspect(jax.jit(tx.init, out_shardings=out), params, target=H200)
-    given = sum(x.size for x in params.values()) * 4 * (inner is not ADAMW)  # jit drops arguments that are not read
-    assert found.stored >= sum(x.size for x in params.values()) * 4
+    given = sum(x.size for x in params.values()) * 4
+    assert found.stored >= given
     leaves = 2 if jax.__version_info__ >= (0, 11) else 3  # the XLA of jax 0.10 keeps one more
     assert found.peak <= given + leaves * (1024 + 8 * 23) * 4096 * 4 + MIB
 
