@@ -116,7 +116,7 @@ def ignores_a_state_in_a_branch(tx, p, s, x):
 
 
 def weak_in_one_branch(tx, p, s, x):
-    """jax types the results of a cond as those of its first branch: weak, if that branch returns numbers."""
+    """jax gives the results of a cond the types of its first branch, which are weak if it returns Python numbers."""
 
     def update():
         return *plain(tx, p, s, x), loss(p, x), 1.0

@@ -164,7 +164,7 @@ WRONG = {
     "for the state leaf master/embed: it is a master parameter": lambda: stored(
         {"master/.*": "int8"}, jo.with_master_params(ADAMW), parameters(jnp.bfloat16)
     ),
-    # points of the map, scaled, are no numbers of bfloat16: they would drift; those of float8 are
+    # bfloat16 cannot hold the scaled points of the map, so values would drift; it holds those of float8
     r"0/mu/embed: it is bfloat16, .* float32 ones: jo\.offload\(": lambda: stored({"mu": "int8"}, HALF),
     r"state: is a tuple, not one that .* keeps.*from_plain": lambda: stored("int8")[0].update(
         parameters(), ADAMW.init(parameters()), parameters()

@@ -1,6 +1,6 @@
 """The link between host and device: each direction alone, both at once, by size of a copy and copies in flight.
 
-The copies are those of a compiled JAX program, as in a training step. Bytes per second.
+A compiled JAX program makes the copies, as a training step does. Rates are in bytes per second.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Random steps of ``tests/support/random_steps.py`` on the device, each in one mode beside plain optax.
 
-The driver says in which memory each leaf is: a device buffer reused for a host leaf would still be called one by jax.
+The driver says in which memory each leaf is, because jax records only where it meant to put the leaf.
 """
 
 from __future__ import annotations

@@ -135,7 +135,7 @@ class _Typed:
 
 
 class _SaysWhatToDo(type):
-    """The class of what stands for a leaf: jax and orbax name it where they refuse an object, and say no more."""
+    """The class of the placeholders: jax and orbax print only the class of an object that they refuse."""
 
     def __repr__(cls) -> str:
         return f"<class '{cls.__module__}.{cls.__name__}', a leaf on disk: {_FIX}>"
@@ -229,7 +229,7 @@ class OnDisk(_Typed, metaclass=_SaysWhatToDo):
 
 
 def _is_token(x: Any) -> bool:
-    """Whether something is the version of a state, in a trace or outside, or what jax puts in its place in a tree."""
+    """Whether an object is the version of a state, or stands for one while jax traces or compares trees."""
     if type(x) is object or isinstance(x, Token | Tracer):
         return True
     return getattr(x, "shape", None) == () and getattr(x, "dtype", None) == TOKEN

@@ -287,8 +287,8 @@ class Kernel:
       text: the kernel's source.
       signature: its type, in numba's notation.
       arrays, scalars: the positions of the update's inputs that are arrays, and of the inputs that are scalars.
-      over: position of an input -> position of the result that overwrites it; other results are arguments. Whoever
-        calls must own the memory of these inputs.
+      over: position of an input -> position of the result that overwrites it; other results are arguments. The
+        caller must own the memory of these inputs.
     """
 
     slice: Slice

@@ -273,9 +273,9 @@ class Driven:
                 values.take(self._written)
             values.put(task, results)
             values.drop(task)
-        return self._nobody_elses(values.results(), args)
+        return self._in_own_buffers(values.results(), args)
 
-    def _nobody_elses(self, results: Sequence[Any], args: Sequence[Any]) -> list[Any]:
+    def _in_own_buffers(self, results: Sequence[Any], args: Sequence[Any]) -> list[Any]:
         """Replace results that are arguments, constants or each other with arrays of their own, as ``jax.jit`` does.
 
         The memory of a donated argument is handed over: on the device to a new array, as ``jax.jit`` deletes the old
@@ -293,7 +293,7 @@ class Driven:
             elif id(x) in own and on_device:
                 renamed[k] = x
             others.add(id(x))
-        # one program for all leaves, as a step may hand on hundreds; last those whose memory is taken
+        # One program copies all leaves, as a step may hand on hundreds. Those whose memory is taken come last.
         found |= _as_new(copied) if copied else {}
         found |= _renamed(renamed) if renamed else {}
         return [found[k] for k in range(len(results))]

@@ -266,8 +266,8 @@ def _best(run: Callable[[], Any]) -> float:
 
 
 def host_memory(root: Path = Path("/")) -> int | None:
-    """Return the bytes of host memory that this process may still take: available to the kernel, and left in the least
-    of its groups (cgroup v2); ``None`` if neither is known.
+    """Return how many more bytes of host memory this process may take: the least that the kernel and the process's
+    groups (cgroup v2) leave; ``None`` if none of them tells.
 
     ``root``: the folder of the kernel's files, for tests.
     """
@@ -279,9 +279,8 @@ def host_memory(root: Path = Path("/")) -> int | None:
     group = top / (own[1] if own else "")  # a container may not have the group's own path
     for at in (group, *group.parents[: len(group.parts) - len(top.parts)]):
         limit, used = (_text(at / name).strip() for name in ("memory.max", "memory.current"))
-        files = re.search(
-            r"^inactive_file (\d+)", _text(at / "memory.stat"), re.MULTILINE
-        )  # the kernel gives these back
+        # the kernel gives the memory of inactive files back
+        files = re.search(r"^inactive_file (\d+)", _text(at / "memory.stat"), re.MULTILINE)
         if limit.isdigit():
             found.append(max(0, int(limit) - max(0, int(used or 0) - int(files[1] if files else 0))))
     return min(found, default=None)

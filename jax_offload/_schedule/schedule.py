@@ -93,7 +93,7 @@ def apart(claims: Sequence[Claim], inputs: Sequence[Var]) -> list[Claim]:
 
 
 def backward_ranks(params: Any, produced: Sequence[int] | None = None) -> list[int]:
-    """Return the place of every parameter in the backward pass, as the trace tells it, else guessed.
+    """Return the place of every parameter in the backward pass, as the trace shows it, or else as the paths suggest.
 
     The guess is the natural order of the paths, reversed. ``layers_10`` comes before ``layers_2``: the last layer's
     gradient appears first.
