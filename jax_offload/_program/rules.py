@@ -1,24 +1,22 @@
-"""Whether a slice may run in chunks along an axis, and how: decided by its equations, never by an optimizer's name.
+"""Whether a slice may run in chunks along an axis: decided by its equations, never by an optimizer's name.
 
 Each variable either has the chunked axis, at some dimension, or does not. Every equation must keep rows apart:
 elementwise arithmetic and reductions over other dimensions do, a sort along the axis does not. A reduction over the
 axis is put together from the chunks' results, if the slice does not use it itself.
 
-Each primitive that keeps rows apart has one rule. To add one, write a function under ``@rule("name")``; ``running``,
-for cumulative sums, is a short example. ``rule_of`` calls it for an equation with rows in some operand, and passes the
-equation, the rows of each operand (``None`` for an operand that all chunks share) and the chunked axis. The rule
-returns the rows of each result, and a function that runs the equation on a chunk: ``unchanged``, or ``resized`` if a
-parameter of the equation holds the length. It returns ``None``, or raises ``Dependent`` with a reason, if rows depend
-on each other; then the leaf is loaded whole, as under a primitive without a rule. No rule is asked about an equation
-that reads a reduction over all rows, or that has an effect. If an equation takes about as long as its operands are
-read, its name also belongs in ``CHEAP`` (``_program/primitives.py``).
+Each primitive that keeps rows apart has one rule, a function under ``@rule("name")``. It names the dimensions of an
+equation's operands and results, as ``einsum`` does with letters: rows along a dimension of an operand lie along the
+dimension of the same name in the results. A dimension along which rows depend on each other is ``None``. A name that
+is in no result is reduced; then ``combine`` puts the results of chunks together, and without it they depend on each
+other. ``running``, for cumulative sums, is a short example. If a parameter of the equation holds a shape of its result,
+the parameter's name belongs in ``SHAPE_PARAMETER``. Without a rule the leaf is loaded whole, and no rule is asked about
+an equation that reads a reduction over all rows, or that has an effect. If an equation takes about as long as its
+operands are read, its name also belongs in ``CHEAP`` (``_program/primitives.py``).
 """
-
-from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -36,7 +34,6 @@ from jax_offload._program.jaxprs import (
     Var,
     branches_of,
     called_by,
-    nameless,
     run_equation,
     values_of,
 )
@@ -60,6 +57,9 @@ class Partial:
     combine: Callable[[Any, Any], Any]
 
 
+Dim = Rows | Partial | None  # None: a variable without the chunked axis
+
+
 class Dependent(Exception):
     """Rows along the axis depend on each other, or might."""
 
@@ -73,138 +73,74 @@ class Where(NamedTuple):
     axis: int
     shards: int = 1
 
-    def begins(self, shape: tuple[int, ...]) -> bool:
-        """Whether an array of this shape begins as the leaf does, up to the axis."""
-        return shape[: self.axis + 1] == self.shape[: self.axis + 1]
-
 
 def rows_like(aval: Aval, shape: tuple[int, ...], dim: int) -> Rows | None:
     """Guess that an array whose shape begins like another's has its rows there too; its equations confirm that."""
     return Rows(dim) if aval.shape[: dim + 1] == shape[: dim + 1] else None
 
 
-Dim = Rows | Partial | None  # None: a variable without the chunked axis
-Run = Callable[..., list[Any]]  # runs an equation on a chunk; takes the numbers of the chunk's rows, and the operands
-Answer = tuple[Sequence[Dim], Run]  # the rows of the results, and how to run the equation on a chunk
-Rule = Callable[[Equation, Sequence[Rows | None], Where], Answer | None]  # takes the rows of the operands
+# ---- the rule of each primitive
 
 
-RULES: dict[str, Rule] = {}
-MAKES_ROWS = frozenset(("iota", "broadcast_in_dim"))  # they are asked though no operand has rows, as a result may
+class Names(NamedTuple):
+    """A name for each dimension of each operand and result; ``combine`` puts reductions of chunks together."""
+
+    operands: Sequence[Sequence[Hashable]]
+    results: Sequence[Sequence[Hashable]]
+    combine: Callable[[Any, Any], Any] | None = None
 
 
-def rule(*names: str) -> Callable[[Rule], Rule]:
+RULES: dict[str, Callable[[Equation], Names]] = {}
+SHAPE_PARAMETER = {"broadcast_in_dim": "shape", "iota": "shape", "reshape": "new_sizes", "slice": "limit_indices"}
+
+
+def rule(*primitives: str) -> Callable[[Callable[[Equation], Names]], Callable[[Equation], Names]]:
     """Register a rule for the primitives of these names."""
 
-    def register(answer: Rule) -> Rule:
-        assert RULES.keys().isdisjoint(names), f"two rules for one of {names}"
-        RULES.update(dict.fromkeys(names, answer))
-        return answer
+    def register(names: Callable[[Equation], Names]) -> Callable[[Equation], Names]:
+        assert RULES.keys().isdisjoint(primitives), f"two rules for one of {primitives}"
+        RULES.update(dict.fromkeys(primitives, names))
+        return names
 
     return register
 
 
-# ---- the building blocks of rules
+def in_place(eqn: Equation, mixed: Iterable[int] = ()) -> Names:
+    """Name dimensions by their numbers: each stays where it is; along those in ``mixed`` rows depend on each other."""
+    of = [None if d in mixed else d for d in range(max(v.aval.ndim for v in (*eqn.invars, *eqn.outvars)))]
+    return Names([of[: v.aval.ndim] for v in eqn.invars], [of[: v.aval.ndim] for v in eqn.outvars])
 
 
-def unchanged(eqn: Equation) -> Run:
-    """Return what runs the equation on a chunk: the same equation, with smaller operands."""
-
-    def run(chunk: jax.Array, *operands: Any) -> list[Any]:
-        return run_equation(eqn, operands, eqn.params)
-
-    return run
+def without(eqn: Equation, removed: Sequence[int], combine: Callable[[Any, Any], Any] | None = None) -> Names:
+    """Name dimensions where the result has all of the operand's except the removed ones."""
+    dims = range(eqn.invars[0].aval.ndim)
+    return Names([dims], [[d for d in dims if d not in removed]], combine)
 
 
-def resized(eqn: Equation, param: str, to: Rows) -> Run:
-    """Return what runs the equation on a chunk, if ``param`` holds a shape, in which the chunk's rows are counted."""
-
-    def run(chunk: jax.Array, *operands: Any) -> list[Any]:
-        return run_equation(eqn, operands, {**eqn.params, param: _as_long(eqn.params[param], to, chunk)})
-
-    return run
+@rule("slice", *(ELEMENTWISE - {"optimization_barrier"}))
+def elementwise(eqn: Equation) -> Names:
+    return in_place(eqn)
 
 
-def without_rows(eqn: Equation) -> Answer:
-    """Say that no result has rows, because each is the same for every chunk."""
-    return [None] * len(eqn.outvars), unchanged(eqn)
+@rule("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp")
+def running(eqn: Equation) -> Names:
+    return in_place(eqn, [eqn.params["axis"]])
 
 
-def adds_up(aval: Aval) -> bool:
-    """Whether partial results may be put together: a sum in 16 bits would be rounded at every chunk."""
-    return not jnp.issubdtype(aval.dtype, jnp.floating) or aval.dtype.itemsize >= 4
+@rule("pad")
+def padded(eqn: Equation) -> Names:
+    return in_place(eqn, [d for d, how in enumerate(eqn.params["padding_config"]) if how != (0, 0, 0)])
 
 
-def _as_long(sizes: Sequence[int], to: Rows, chunk: jax.Array) -> tuple[int, ...]:
-    return (*sizes[: to.dim], chunk.size * to.per_row, *sizes[to.dim + 1 :])
+@rule("cholesky", "qr", "triangular_solve")
+def factorized(eqn: Equation) -> Names:
+    """The last two dimensions of every operand hold a matrix, and each matrix is factorized by itself.
 
-
-def _of_first(eqn: Equation, dims: Sequence[Rows | None]) -> Rows:
-    """The rows of the first operand, if no other has any."""
-    rows, *others = dims
-    if rows is None or any(d is not None for d in others):
-        raise Dependent(eqn.primitive.name)
-    return rows
-
-
-def _without(rows: Rows, removed: Sequence[int]) -> Rows:
-    """Where rows are once these dimensions, which are others, are gone."""
-    return Rows(rows.dim - sum(d < rows.dim for d in removed), rows.per_row)
-
-
-# ---- rules of equations that may make rows
-
-
-@rule("iota")
-def counted(eqn: Equation, dims: Sequence[Rows | None], where: Where) -> Answer:
-    params, axis = eqn.params, where.axis
-    if not where.begins(params["shape"]):
-        return without_rows(eqn)
-    if params["dimension"] != axis:
-        return [Rows(axis)], resized(eqn, "shape", Rows(axis))
-
-    def numbered(chunk: jax.Array) -> list[Any]:
-        shape = _as_long(params["shape"], Rows(axis), chunk)
-        rows = chunk.astype(params["dtype"])
-        # jax annotates out_sharding by a type that it does not export
-        return [lax.broadcast_in_dim(rows, shape, (axis,), out_sharding=params["sharding"])]  # pyright: ignore[reportUnknownMemberType]
-
-    return [Rows(axis)], numbered
-
-
-@rule("broadcast_in_dim")
-def broadcast(eqn: Equation, dims: Sequence[Rows | None], where: Where) -> Answer:
-    axis, rows, mapped = where.axis, dims[0], eqn.params["broadcast_dimensions"]
-    if rows is not None:
-        to = Rows(mapped[rows.dim], rows.per_row)
-    elif where.begins(eqn.params["shape"]) and (
-        axis not in mapped or eqn.invars[0].aval.shape[mapped.index(axis)] == 1
-    ):
-        to = Rows(axis)  # the same for every row
-    else:
-        return without_rows(eqn)
-    return [to], resized(eqn, "shape", to)
-
-
-# ---- rules of arithmetic
-
-
-@rule("optimization_barrier", "psum", "psum_invariant", "pvary", "pmax", "pmin")
-def waiting(eqn: Equation, dims: Sequence[Rows | None], where: Where) -> Answer:
-    return dims, unchanged(eqn)
-
-
-@rule(*(ELEMENTWISE - {"optimization_barrier"}))
-def elementwise(eqn: Equation, dims: Sequence[Rows | None], where: Where) -> Answer:
-    name = eqn.primitive.name
-    rows, *others = {d for d in dims if d is not None}
-    wholes = [v.aval.shape for d, v in zip(dims, eqn.invars, strict=True) if d is None and v.aval.shape]
-    # one row for all, a scale of each column, goes with every chunk
-    if others or any(shape[rows.dim] != 1 for shape in wholes):
-        raise Dependent(f"{name} of rows and a whole")
-    if any(v.aval.shape[rows.dim : rows.dim + 1] != (where.size * rows.per_row,) for v in eqn.outvars):
-        raise Dependent(f"{name} merges rows")  # a cast to wider numbers
-    return [rows] * len(eqn.outvars), unchanged(eqn)
+    SOAP, Shampoo and PSGD keep such matrices for stacked layers. ``eigh`` and ``svd`` have no rule: the signs of their
+    vectors are free, and a GPU's solver may choose its algorithm, and with it the signs, by the number of matrices.
+    """
+    dims = eqn.invars[0].aval.ndim
+    return in_place(eqn, [dims - 2, dims - 1])
 
 
 _COMBINE = {
@@ -214,104 +150,43 @@ _COMBINE = {
 
 
 @rule(*REDUCE)
-def reduced(eqn: Equation, dims: Sequence[Rows | None], where: Where) -> Answer | None:
-    rows, axes, combine = _of_first(eqn, dims), eqn.params["axes"], _COMBINE.get(eqn.primitive.name)
-    if rows.dim not in axes:
-        return [_without(rows, axes)], unchanged(eqn)
-    return ([Partial(combine)], unchanged(eqn)) if combine and adds_up(eqn.invars[0].aval) else None
-
-
-@rule("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp")
-def running(eqn: Equation, dims: Sequence[Rows | None], where: Where) -> Answer | None:
-    rows = _of_first(eqn, dims)
-    return ([rows], unchanged(eqn)) if rows.dim != eqn.params["axis"] else None
-
-
-@rule("dot_general")
-def multiplied(eqn: Equation, dims: Sequence[Rows | None], where: Where) -> Answer:
-    """Rows stay apart along a batch dimension and along a free dimension of one side; contracted ones are summed."""
-    contracting, batch = eqn.params["dimension_numbers"]  # dimensions of the left operand, and of the right one
-    lhs, rhs = dims
-    if lhs is not None and rhs is not None:
-        of_batch, pair = list(zip(*batch, strict=True)), (lhs.dim, rhs.dim)
-        if lhs.per_row == rhs.per_row and pair in of_batch:
-            return [Rows(of_batch.index(pair), lhs.per_row)], unchanged(eqn)
-        contracted = lhs.per_row == rhs.per_row and pair in zip(*contracting, strict=True)
-        if contracted and adds_up(eqn.outvars[0].aval):
-            return [Partial(lax.add)], unchanged(eqn)
-        raise Dependent("dot_general of rows with rows")
-    side, rows = (0, lhs) if lhs is not None else (1, rhs)
-    assert rows is not None  # with rows on neither side it is not asked
-    bound = {*contracting[side], *batch[side]}
-    if rows.dim in bound:
-        raise Dependent("dot_general over rows")
-    sizes = [v.aval.ndim for v in eqn.invars]
-    free = [d for d in range(sizes[side]) if d not in bound]
-    before = len(batch[0]) if side == 0 else sizes[0] - len(contracting[0])
-    return [Rows(before + free.index(rows.dim), rows.per_row)], unchanged(eqn)
-
-
-@rule("cholesky", "qr", "triangular_solve")
-def factorized(eqn: Equation, dims: Sequence[Rows | None], where: Where) -> Answer | None:
-    """The last two dimensions of every operand hold a matrix, and each matrix is factorized by itself.
-
-    SOAP, Shampoo and PSGD keep such matrices for stacked layers. ``eigh`` and ``svd`` have no rule: the signs of their
-    vectors are free, and a GPU's solver may choose its algorithm, and with it the signs, by the number of matrices.
-    """
-    rows = dims[0]
-    if rows is None or rows.dim >= eqn.invars[0].aval.ndim - 2 or any(d != rows for d in dims):
-        return None
-    return [rows] * len(eqn.outvars), unchanged(eqn)
-
-
-# ---- rules of equations that only change shapes
-
-
-@rule("pad")
-def padded(eqn: Equation, dims: Sequence[Rows | None], where: Where) -> Answer | None:
-    rows = _of_first(eqn, dims)
-    return ([rows], unchanged(eqn)) if eqn.params["padding_config"][rows.dim] == (0, 0, 0) else None
+def reduced(eqn: Equation) -> Names:
+    return without(eqn, eqn.params["axes"], _COMBINE.get(eqn.primitive.name))
 
 
 @rule("squeeze")
-def squeezed(eqn: Equation, dims: Sequence[Rows | None], where: Where) -> Answer | None:
-    rows, removed = _of_first(eqn, dims), eqn.params["dimensions"]
-    return ([_without(rows, removed)], unchanged(eqn)) if rows.dim not in removed else None
-
-
-@rule("slice")
-def sliced(eqn: Equation, dims: Sequence[Rows | None], where: Where) -> Answer | None:
-    rows = _of_first(eqn, dims)
-    all_rows = eqn.outvars[0].aval.shape[rows.dim] == eqn.invars[0].aval.shape[rows.dim]
-    if not all_rows or set(eqn.params["strides"] or [1]) != {1}:
-        return None
-    return [rows], resized(eqn, "limit_indices", rows)
+def squeezed(eqn: Equation) -> Names:
+    return without(eqn, eqn.params["dimensions"])
 
 
 @rule("transpose")
-def transposed(eqn: Equation, dims: Sequence[Rows | None], where: Where) -> Answer:
-    rows = _of_first(eqn, dims)
-    return [Rows(eqn.params["permutation"].index(rows.dim), rows.per_row)], unchanged(eqn)
+def transposed(eqn: Equation) -> Names:
+    return Names([range(eqn.invars[0].aval.ndim)], [eqn.params["permutation"]])
 
 
-@rule("reshape")
-def reshaped(eqn: Equation, dims: Sequence[Rows | None], where: Where) -> Answer | None:
-    rows, new = _of_first(eqn, dims), eqn.params["new_sizes"]
-    if eqn.params.get("dimensions") is not None:
-        return None
-    before = math.prod(eqn.invars[0].aval.shape[: rows.dim])
-    for d, length in enumerate(new):
-        if length % where.size == 0 and math.prod(new[:d]) == before:
-            to = Rows(d, length // where.size)
-            return [to], resized(eqn, "new_sizes", to)
-    return None
+@rule("broadcast_in_dim")
+def broadcast(eqn: Equation) -> Names:
+    return Names([eqn.params["broadcast_dimensions"]], [range(len(eqn.params["shape"]))])
+
+
+@rule("dot_general")
+def multiplied(eqn: Equation) -> Names:
+    contracted, batch = eqn.params["dimension_numbers"]  # dimensions of the left operand, and of the right one
+    operands: list[list[Hashable]] = []
+    for side, v in enumerate(eqn.invars):
+        bound = {d: ("contracted", k) for k, d in enumerate(contracted[side])}
+        bound |= {d: ("batch", k) for k, d in enumerate(batch[side])}
+        operands.append([bound.get(d, (side, d)) for d in range(v.aval.ndim)])
+    free = [name for side, names in enumerate(operands) for d, name in enumerate(names) if name == (side, d)]
+    return Names(operands, [[*(("batch", k) for k in range(len(batch[0]))), *free]], lax.add)
 
 
 # ---- how rules are applied
 
-Dims = dict[Var, Dim]
-
 OTHER_AXES = "some of it is made on a mesh with Auto axes, as random numbers are, and the rest on one with Explicit"
+_EACH_BY_ITSELF = frozenset(("optimization_barrier", "psum", "psum_invariant", "pvary", "pmax", "pmin"))
+_CALLS = frozenset(("jit", "pjit", "closed_call", "custom_jvp_call", "custom_vjp_call", "cond"))
+_MADE = frozenset(("iota", "broadcast_in_dim"))  # their results may have rows though no operand does
 
 
 def chunked_dims(jaxpr: Jaxpr, dims: Sequence[Dim], where: Where) -> list[Dim]:
@@ -325,52 +200,133 @@ def chunked_dims(jaxpr: Jaxpr, dims: Sequence[Dim], where: Where) -> list[Dim]:
     Raises:
       Dependent: some equation mixes rows.
     """
-    if len({kinds for v in jaxpr.invars if (kinds := types_of_axes(v.aval))}) > 1:
+    inputs = [*jaxpr.constvars, *jaxpr.invars]
+    if len({kinds for v in inputs if (kinds := types_of_axes(v.aval))}) > 1:
         raise Dependent(OTHER_AXES)
-    env: Dims = dict(zip(jaxpr.invars, dims, strict=True))
+    env = _given(jaxpr, dims)
     for eqn in jaxpr.eqns:
-        env.update(zip(eqn.outvars, rule_of(eqn, _read(env, eqn.invars), where)[0], strict=True))
+        env.update(zip(eqn.outvars, rows_after(eqn, _read(env, eqn.invars), where), strict=True))
     return _read(env, jaxpr.outvars)
 
 
-def run_chunk(jaxpr: Jaxpr, dims: Sequence[Dim], where: Where, chunk: jax.Array, *args: Any) -> list[Any]:
+def run_chunk(
+    jaxpr: Jaxpr, dims: Sequence[Dim], where: Where, chunk: jax.Array, *args: Any, consts: Sequence[Any] = ()
+) -> list[Any]:
     """Evaluate ``jaxpr`` on operands whose chunked dimension has only the rows numbered ``chunk``."""
-    env: Dims = dict(zip(jaxpr.invars, dims, strict=True))
-    values: dict[Var, Any] = dict(zip(jaxpr.invars, args, strict=True))
+    env = _given(jaxpr, dims)
+    values: dict[Var, Any] = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *args], strict=True))
     for eqn in jaxpr.eqns:
-        out_dims, run = rule_of(eqn, _read(env, eqn.invars), where)
-        env.update(zip(eqn.outvars, out_dims, strict=True))
+        given = _read(env, eqn.invars)
+        made = rows_after(eqn, given, where)
+        env.update(zip(eqn.outvars, made, strict=True))
         operands = [v.val if isinstance(v, Literal) else values[v] for v in eqn.invars]
         with eqn.ctx.manager:
-            results = run(chunk, *operands)
-        values.update(zip(eqn.outvars, results, strict=True))
+            values.update(zip(eqn.outvars, _run(eqn, given, made, where, chunk, operands), strict=True))
     return values_of(values, jaxpr.outvars)
 
 
-def _read(env: Dims, atoms: Sequence[Atom]) -> list[Dim]:
+def _given(jaxpr: Jaxpr, dims: Sequence[Dim]) -> dict[Var, Dim]:
+    return dict(zip([*jaxpr.constvars, *jaxpr.invars], [*(None for _ in jaxpr.constvars), *dims], strict=True))
+
+
+def _read(env: dict[Var, Dim], atoms: Sequence[Atom]) -> list[Dim]:
     return [None if isinstance(v, Literal) else env[v] for v in atoms]
 
 
-def rule_of(eqn: Equation, all_dims: Sequence[Dim], where: Where) -> Answer:
-    """For an equation: the chunked dimensions of its results, and how to run it on a chunk.
+def rows_after(eqn: Equation, dims: Sequence[Dim], where: Where) -> list[Dim]:
+    """The chunked dimensions of an equation's results, given its operands' dimensions.
 
     Raises:
       Dependent: its rule says no, or there is none.
     """
-    name, known = eqn.primitive.name, RULES.get(eqn.primitive.name)
-    dims = [d for d in all_dims if not isinstance(d, Partial)]
-    if len(dims) < len(all_dims):
+    name = eqn.primitive.name
+    given = [d for d in dims if not isinstance(d, Partial)]
+    if len(given) < len(dims):
         raise Dependent(f"{name} of a reduction over all rows")
-    if all(d is None for d in dims) and name not in MAKES_ROWS:
-        return without_rows(eqn)
+    if all(d is None for d in given):
+        return [_made_for_all_rows(eqn, where)] if name in _MADE else [None] * len(eqn.outvars)
     if eqn.effects:
         raise Dependent(f"{name} has an effect")
-    answer = known(eqn, dims, where) if known else None
-    if answer is None:
-        raise Dependent(name if known else f"{name}, which has no rule")
-    if any(_divides(v.aval, d, where.shards) for v, d in zip(eqn.outvars, answer[0], strict=True)):
+    if name in _EACH_BY_ITSELF:
+        made: list[Dim] = [*given]
+    elif name == "cond":
+        made = _of_branches(eqn, given, where)
+    elif name in _CALLS:
+        made = chunked_dims(called_by(eqn).jaxpr, given, where)
+    elif name == "reshape":
+        made = [_reshaped(eqn, given[0], where)]
+    elif name in RULES:
+        made = _by_names(eqn, RULES[name](eqn), given, where)
+    else:
+        raise Dependent(f"{name}, which has no rule")
+    if any(_divides(v.aval, d, where.shards) for v, d in zip(eqn.outvars, made, strict=True)):
         raise Dependent(f"{name} divides its rows between devices")
-    return answer
+    return made
+
+
+def _by_names(eqn: Equation, names: Names, dims: Sequence[Rows | None], where: Where) -> list[Dim]:
+    """The rows of an equation's results where its dimensions have names."""
+    primitive = eqn.primitive.name
+    operands = list(zip(names.operands, dims, eqn.invars, strict=True))
+    name, *others = {of[d.dim] for of, d, _ in operands if d is not None}
+    per_row, *others_per_row = {d.per_row for d in dims if d is not None}
+    dependent = Dependent(f"{primitive} of rows with rows" if sum(d is not None for d in dims) > 1 else primitive)
+    if name is None or others or others_per_row:
+        raise dependent
+    # one row for all, a scale of each column, goes with every chunk
+    if any(d is None and name in of and v.aval.shape[of.index(name)] != 1 for of, d, v in operands):
+        raise Dependent(f"{primitive} of rows and a whole")
+    made: list[Dim] = []
+    for of, v in zip(names.results, eqn.outvars, strict=True):
+        if name in of and v.aval.shape[of.index(name)] == where.size * per_row:
+            made.append(Rows(of.index(name), per_row))
+        elif name not in of and names.combine and _adds_up(v.aval):
+            made.append(Partial(names.combine))
+        else:
+            raise dependent
+    return made
+
+
+def _adds_up(aval: Aval) -> bool:
+    """Whether partial results may be put together: a sum in 16 bits would be rounded at every chunk."""
+    return not jnp.issubdtype(aval.dtype, jnp.floating) or aval.dtype.itemsize >= 4
+
+
+def _made_for_all_rows(eqn: Equation, where: Where) -> Rows | None:
+    """The rows of a result that is made in the shape of the leaf, if its operand is the same for every row."""
+    to, mapped = eqn.outvars[0].aval, eqn.params.get("broadcast_dimensions", ())
+    differs = where.axis in mapped and eqn.invars[0].aval.shape[mapped.index(where.axis)] != 1
+    return None if differs else rows_like(to, where.shape, where.axis)
+
+
+def _reshaped(eqn: Equation, rows: Rows | None, where: Where) -> Rows:
+    """The rows of a ``reshape``: they begin where they began, and may lie in a dimension that is merged with others."""
+    assert rows is not None  # no other operand can have them
+    new, before = eqn.params["new_sizes"], math.prod(eqn.invars[0].aval.shape[: rows.dim])
+    begin = [d for d, size in enumerate(new) if size % where.size == 0 and math.prod(new[:d]) == before]
+    if not begin or eqn.params.get("dimensions") is not None:
+        raise Dependent("reshape")
+    return Rows(begin[0], new[begin[0]] // where.size)
+
+
+def _of_branches(cond: Equation, dims: Sequence[Rows | None], where: Where) -> list[Dim]:
+    """The rows of a ``cond``'s results, which all of its branches make alike."""
+    if dims[0] is not None:
+        raise Dependent("cond on a row")
+    branches = [branch.jaxpr for branch in branches_of(cond)]
+    made: list[Dim] = []
+    for of_branches in zip(*(zip(b.outvars, chunked_dims(b, dims[1:], where), strict=True) for b in branches)):
+        found: set[Dim] = {dim for v, dim in of_branches if not _is_zero(v)} or {None}
+        # a branch that returns 0 adds nothing
+        adds = found <= {Partial(lax.add), None} or not any(_is_zero(v) for v, _ in of_branches)
+        if len(found) > 1 or not adds:
+            raise Dependent("cond whose branches chunk different results")
+        made.append(found.pop())
+    return made
+
+
+def _is_zero(v: Atom) -> bool:
+    return isinstance(v, Literal) and np.ndim(v.val) == 0 and v.val == 0
 
 
 def _divides(aval: Aval, dim: Dim, shards: int) -> bool:
@@ -380,56 +336,27 @@ def _divides(aval: Aval, dim: Dim, shards: int) -> bool:
     return shards % shards_of(sharding, aval.shape)[dim.dim] > 0
 
 
-# ---- the rules of equations that hold others
+def _run(
+    eqn: Equation, given: Sequence[Dim], made: Sequence[Dim], where: Where, chunk: jax.Array, operands: Sequence[Any]
+) -> list[Any]:
+    """Run an equation on a chunk; ``given`` and ``made`` are the rows of its operands and results."""
 
+    def on_chunk(called: ClosedJaxpr, dims: Sequence[Dim]) -> Callable[..., list[Any]]:
+        return lambda *args: run_chunk(called.jaxpr, dims, where, chunk, *args, consts=called.consts)
 
-@rule("jit", "pjit", "closed_call", "custom_jvp_call", "custom_vjp_call")
-def called(eqn: Equation, dims: Sequence[Rows | None], where: Where) -> Answer:
-    inner = called_by(eqn)
-    jaxpr, all_dims = _inside(inner, dims)
-
-    def run(chunk: jax.Array, *args: Any) -> list[Any]:
-        return run_chunk(jaxpr, all_dims, where, chunk, *inner.consts, *args)
-
-    return chunked_dims(jaxpr, all_dims, where), run
-
-
-@rule("cond")
-def chosen(eqn: Equation, dims: Sequence[Rows | None], where: Where) -> Answer:
-    if dims[0] is not None:
-        raise Dependent("cond on a row")
-    branches = [_inside(b, dims[1:]) for b in branches_of(eqn)]
-    outs = [chunked_dims(jaxpr, d, where) for jaxpr, d in branches]
-    results = zip(*outs, strict=True)
-    merged = [_merged(found, [jaxpr.outvars[k] for jaxpr, _ in branches]) for k, found in enumerate(results)]
-
-    def run(chunk: jax.Array, index: Any, *args: Any) -> list[Any]:
-        def on_chunk(jaxpr: Jaxpr, dims: list[Dim], consts: list[Any]) -> Run:
-            return lambda *operands: run_chunk(jaxpr, dims, where, chunk, *consts, *operands)
-
-        pairs = zip(branches, branches_of(eqn), strict=True)
-        functions = [on_chunk(jaxpr, d, b.consts) for (jaxpr, d), b in pairs]
+    name, rows = eqn.primitive.name, made[0] if made else None
+    if name in _CALLS and any(d is not None for d in given):
+        if name != "cond":
+            return on_chunk(called_by(eqn), given)(*operands)
+        branches = [on_chunk(branch, given[1:]) for branch in branches_of(eqn)]
         # jax does not annotate the index
-        return lax.switch(index, functions, *args)  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
-
-    return merged, run
-
-
-def _inside(called: ClosedJaxpr, dims: Sequence[Dim]) -> tuple[Jaxpr, list[Dim]]:
-    """The called jaxpr, with its constants as operands, and the chunked dimension of each."""
-    j = called.jaxpr
-    jaxpr = Jaxpr([], [*j.constvars, *j.invars], j.outvars, j.eqns, j.effects, nameless(j.debug_info))
-    return jaxpr, [*(None for _ in called.consts), *dims]
-
-
-def _merged(dims: Sequence[Dim], results: Sequence[Atom]) -> Dim:
-    """The chunked dimension of a ``cond``'s result, given the dimensions of its branches' results."""
-    nothing = [_is_zero(v) for v in results]  # what a chunk adds in a branch that returns 0
-    found: set[Dim] = {dim for dim, zero in zip(dims, nothing, strict=True) if not zero} or {None}
-    if len(found) > 1 or (any(nothing) and found - {Partial(lax.add), None}):
-        raise Dependent("cond whose branches chunk different results")
-    return found.pop()
-
-
-def _is_zero(v: Atom) -> bool:
-    return isinstance(v, Literal) and np.ndim(v.val) == 0 and v.val == 0
+        return lax.switch(operands[0], branches, *operands[1:])  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
+    if not isinstance(rows, Rows) or name not in SHAPE_PARAMETER:
+        return run_equation(eqn, operands, eqn.params)
+    shape = list(eqn.params[SHAPE_PARAMETER[name]])
+    shape[rows.dim] = chunk.size * rows.per_row
+    if name == "iota" and eqn.params["dimension"] == rows.dim:
+        numbers = chunk.astype(eqn.params["dtype"])
+        # jax annotates out_sharding by a type that it does not export
+        return [lax.broadcast_in_dim(numbers, shape, (rows.dim,), out_sharding=eqn.params["sharding"])]  # pyright: ignore[reportUnknownMemberType]
+    return run_equation(eqn, operands, {**eqn.params, SHAPE_PARAMETER[name]: tuple(shape)})

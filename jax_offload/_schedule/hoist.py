@@ -20,7 +20,7 @@ from jax_offload._program.memory import is_host_aval, shards_of, typed_sharding
 from jax_offload._program.primitives import ELEMENTWISE, SHAPES
 from jax_offload._program.program import Program, Var, flat, is_store, load_of
 from jax_offload._program.propagate import NEEDS, Mask, forward, groups, made_of, needed_for, union
-from jax_offload._program.rules import Dependent, Partial, Rows, Where, chunked_dims, rows_like, rule_of
+from jax_offload._program.rules import Dependent, Partial, Rows, Where, chunked_dims, rows_after, rows_like
 from jax_offload._program.slices import Slice, consecutive, slice_of
 from jax_offload._schedule.in_scan import CannotHoist, InScan, Nest
 from jax_offload._schedule.schedule import InIterations, Planned, RowWise, Window, same_type
@@ -491,7 +491,7 @@ def _flow(eqns: Sequence[Equation], scan: Scan, at: int, claimed: Set[int]) -> _
             continue
         dims = [None if isinstance(v, Literal) else flow.dims.get(v, known.get(v)) for v in eqn.invars]
         try:
-            out, _ = rule_of(eqn, dims, Where(scan.length, shape, dim.dim))
+            out = rows_after(eqn, dims, Where(scan.length, shape, dim.dim))
         except Dependent as why:
             if eqn.primitive.name not in _HEAVY:
                 flow.blocked.update(dict.fromkeys(rows, located(_words(why), eqn, eqns[at])))
@@ -576,7 +576,7 @@ def pulled(eqn: Equation, needed: Mapping[Var, Rows | None], size: int, own: Set
     else:
         guess = [None if isinstance(v, Literal) else rows_like(v.aval, shape, dim.dim) for v in eqn.invars]
     try:
-        out, _ = rule_of(eqn, guess, Where(size, shape, dim.dim))
+        out = rows_after(eqn, guess, Where(size, shape, dim.dim))
     except Dependent:
         return None
     return guess if all(d == dim for v, d in zip(eqn.outvars, out, strict=True) if v in wanted) else None
