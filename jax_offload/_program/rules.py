@@ -39,6 +39,7 @@ from jax_offload._program.jaxprs import (
 )
 from jax_offload._program.memory import shards_of, typed_sharding, types_of_axes
 from jax_offload._program.primitives import ELEMENTWISE, REDUCE
+from jax_offload._program.propagate import Facts
 
 
 @dataclasses.dataclass(frozen=True)
@@ -203,34 +204,27 @@ def chunked_dims(jaxpr: Jaxpr, dims: Sequence[Dim], where: Where) -> list[Dim]:
     inputs = [*jaxpr.constvars, *jaxpr.invars]
     if len({kinds for v in inputs if (kinds := types_of_axes(v.aval))}) > 1:
         raise Dependent(OTHER_AXES)
-    env = _given(jaxpr, dims)
-    for eqn in jaxpr.eqns:
-        env.update(zip(eqn.outvars, rows_after(eqn, _read(env, eqn.invars), where), strict=True))
-    return _read(env, jaxpr.outvars)
+    return _rows(where).through(jaxpr, dims)
+
+
+def _rows(where: Where) -> Facts[Dim]:
+    return Facts[Dim](None, lambda _: None, lambda eqn, dims: rows_after(eqn, dims, where))
 
 
 def run_chunk(
     jaxpr: Jaxpr, dims: Sequence[Dim], where: Where, chunk: jax.Array, *args: Any, consts: Sequence[Any] = ()
 ) -> list[Any]:
     """Evaluate ``jaxpr`` on operands whose chunked dimension has only the rows numbered ``chunk``."""
-    env = _given(jaxpr, dims)
+    rows, env = _rows(where), dict(zip(jaxpr.invars, dims, strict=True))
     values: dict[Var, Any] = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *args], strict=True))
     for eqn in jaxpr.eqns:
-        given = _read(env, eqn.invars)
+        given = rows.read(env, eqn.invars)
         made = rows_after(eqn, given, where)
         env.update(zip(eqn.outvars, made, strict=True))
         operands = [v.val if isinstance(v, Literal) else values[v] for v in eqn.invars]
         with eqn.ctx.manager:
             values.update(zip(eqn.outvars, _run(eqn, given, made, where, chunk, operands), strict=True))
     return values_of(values, jaxpr.outvars)
-
-
-def _given(jaxpr: Jaxpr, dims: Sequence[Dim]) -> dict[Var, Dim]:
-    return dict(zip([*jaxpr.constvars, *jaxpr.invars], [*(None for _ in jaxpr.constvars), *dims], strict=True))
-
-
-def _read(env: dict[Var, Dim], atoms: Sequence[Atom]) -> list[Dim]:
-    return [None if isinstance(v, Literal) else env[v] for v in atoms]
 
 
 def rows_after(eqn: Equation, dims: Sequence[Dim], where: Where) -> list[Dim]:
@@ -294,9 +288,10 @@ def _adds_up(aval: Aval) -> bool:
 
 def _made_for_all_rows(eqn: Equation, where: Where) -> Rows | None:
     """The rows of a result that is made in the shape of the leaf, if its operand is the same for every row."""
-    to, mapped = eqn.outvars[0].aval, eqn.params.get("broadcast_dimensions", ())
-    differs = where.axis in mapped and eqn.invars[0].aval.shape[mapped.index(where.axis)] != 1
-    return None if differs else rows_like(to, where.shape, where.axis)
+    mapped: Sequence[int] = eqn.params.get("broadcast_dimensions", ())
+    if where.axis in mapped and eqn.invars[0].aval.shape[mapped.index(where.axis)] != 1:
+        return None
+    return rows_like(eqn.outvars[0].aval, where.shape, where.axis)
 
 
 def _reshaped(eqn: Equation, rows: Rows | None, where: Where) -> Rows:
@@ -314,12 +309,12 @@ def _of_branches(cond: Equation, dims: Sequence[Rows | None], where: Where) -> l
     if dims[0] is not None:
         raise Dependent("cond on a row")
     branches = [branch.jaxpr for branch in branches_of(cond)]
+    dims_of = [chunked_dims(branch, dims[1:], where) for branch in branches]
     made: list[Dim] = []
-    for of_branches in zip(*(zip(b.outvars, chunked_dims(b, dims[1:], where), strict=True) for b in branches)):
-        found: set[Dim] = {dim for v, dim in of_branches if not _is_zero(v)} or {None}
-        # a branch that returns 0 adds nothing
-        adds = found <= {Partial(lax.add), None} or not any(_is_zero(v) for v, _ in of_branches)
-        if len(found) > 1 or not adds:
+    for k in range(len(cond.outvars)):
+        adds_nothing = [_is_zero(branch.outvars[k]) for branch in branches]
+        found: set[Dim] = {of[k] for of, nothing in zip(dims_of, adds_nothing, strict=True) if not nothing} or {None}
+        if len(found) > 1 or (any(adds_nothing) and found - {Partial(lax.add), None}):
             raise Dependent("cond whose branches chunk different results")
         made.append(found.pop())
     return made
