@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import itertools
 import operator
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import nullcontext
 from types import MappingProxyType
 from typing import Any, cast
@@ -78,9 +78,7 @@ class Program:
         """The equations that jax looks for before it lowers: transfers, shardings, callbacks. jax goes through all
         equations four times for that, and most are arithmetic."""
         eqns = [eqn for eqn in self.eqns if eqn.primitive.name in PLACED or not is_cheap(eqn)]
-        defined = {v for eqn in eqns for v in eqn.outvars}
-        read = dict.fromkeys(v for eqn in eqns for v in variables(eqn.invars))
-        return Jaxpr([], [v for v in read if v not in defined], [], eqns, self.effects, nameless(self.debug_info))
+        return Jaxpr([], read_from_outside(eqns), [], eqns, self.effects, nameless(self.debug_info))
 
     @property
     def closed(self) -> ClosedJaxpr:
@@ -101,6 +99,15 @@ class Program:
         jaxpr, needed = without_dead_code(self.closed.jaxpr, used)
         inputs, eqns = list(jaxpr.invars), list(jaxpr.eqns)
         return needed, dataclasses.replace(self, inputs=inputs, outputs=list(jaxpr.outvars), eqns=eqns)
+
+
+def read_from_outside(
+    eqns: Sequence[Equation], outputs: Iterable[Atom] = (), given: Set[Var] = frozenset()
+) -> list[Var]:
+    """The variables that equations and outputs read, and that the equations do not make; ``given`` come from others."""
+    made = {v for eqn in eqns for v in eqn.outvars} - given
+    read = dict.fromkeys(v for atoms in (*(eqn.invars for eqn in eqns), outputs) for v in variables(atoms))
+    return [v for v in read if v not in made]
 
 
 def as_program(jaxpr: ClosedJaxpr) -> Program:

@@ -87,7 +87,6 @@ def union(masks: Iterable[Mask]) -> Mask:
 # Which operands results depend on. ``partial_eval.dce_jaxpr`` cuts into these in the same way; a loop is one equation.
 _CUT_INTO = frozenset(("cond", "jit", "pjit", "closed_call", "custom_jvp_call"))
 NEEDS = Facts[Mask](0, union, entered=_CUT_INTO)
-LATEST = Facts[int](0, lambda numbers: max(numbers, default=0), entered=_CUT_INTO)
 
 
 def forward(eqn: Equation, env: Mapping[Var, Mask]) -> Sequence[Mask]:
@@ -202,15 +201,9 @@ def makers(nodes: Sequence[Node]) -> dict[Var, int]:
 
 def needed(nodes: Sequence[Node], wanted: Sequence[Var], kept: bool = True) -> set[int]:
     """The numbers of the nodes needed to make ``wanted``, and with ``kept`` of the nodes that stay."""
-    defined = makers(nodes)
-    found: set[int] = set()
-    todo = [defined[v] for v in wanted if v in defined] + [k for k, node in enumerate(nodes) if kept and node.kept]
-    while todo:
-        k = todo.pop()
-        if k not in found:
-            found.add(k)
-            todo += [defined[v] for v in nodes[k].reads if v in defined]
-    return found
+    defined, number = makers(nodes), {node: k for k, node in enumerate(nodes)}
+    roots = [defined[v] for v in wanted if v in defined] + [k for k, node in enumerate(nodes) if kept and node.kept]
+    return {number[node] for node in topological(nodes, roots)}
 
 
 def topological(nodes: Sequence[Node], which: Iterable[int]) -> list[Node]:
@@ -219,9 +212,7 @@ def topological(nodes: Sequence[Node], which: Iterable[int]) -> list[Node]:
     Raises:
       RuntimeError: two of them need each other.
     """
-    defined, order = makers(nodes), list[Node]()
-    begun: set[int] = set()
-    done: set[int] = set()
+    defined, order, begun, done = makers(nodes), list[Node](), set[int](), set[int]()
     for first in which:
         stack = [(first, False)]
         while stack:

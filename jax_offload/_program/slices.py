@@ -14,8 +14,8 @@ import dataclasses
 import functools
 import math
 import weakref
-from collections.abc import Callable, Mapping, Sequence, Set
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from typing import Any
 
 from jax.sharding import NamedSharding
 
@@ -25,173 +25,17 @@ from jax_offload._program.jaxprs import (
     ClosedJaxpr,
     DebugInfo,
     DropVar,
-    Effects,
     Equation,
     Jaxpr,
-    Literal,
     Var,
     jax_fun,
-    nameless,
     variables,
 )
 from jax_offload._program.memory import Shards, is_host_aval
 from jax_offload._program.primitives import ELEMENTWISE, REDUCE, can_be_cut
 from jax_offload._program.private import without_dead_code
-from jax_offload._program.program import Builder, Program
-from jax_offload._program.propagate import LATEST, Mask, add_needs, backward, bits, forward, groups, union
-
-# ---- dependence
-
-Root = Var | int  # an int is the identity of an equation with an effect
-
-
-@dataclasses.dataclass(frozen=True)
-class Known:
-    """The facts about a program's variables, found by reading it forward.
-
-    Attributes:
-      needs_host: the host leaves that each variable needs, except through a scalar that is computed ahead.
-      earliest: the first pass in which a variable can be known; 0 for variables that are not here.
-      scalars: the scalars computed ahead, each with its host leaves and the pass in which these are loaded.
-      summaries: see ``is_summary``.
-    """
-
-    needs_host: dict[Var, Mask]
-    earliest: dict[Var, int]
-    scalars: dict[Var, tuple[Mask, int]]
-    summaries: set[Var]
-
-    @property
-    def last(self) -> int:
-        """The number of the last pass, which stores the host leaves: earlier passes need their old values."""
-        return max(self.earliest.values(), default=0)
-
-
-class Wanted(NamedTuple):
-    """A root, the host leaves that it needs, and its pass."""
-
-    root: Root
-    needs: Mask
-    at: int
-
-
-@dataclasses.dataclass
-class Part:
-    """A part of the program that becomes a prelude or a slice.
-
-    Attributes:
-      at: the number of its pass.
-      eqns: its equations, the last one first until all are found.
-      outputs: the values that it provides.
-      given: the results of its equations that other parts provide.
-    """
-
-    at: int
-    eqns: list[Equation] = dataclasses.field(default_factory=list[Equation])
-    outputs: list[Var] = dataclasses.field(default_factory=list[Var])
-    given: set[Var] = dataclasses.field(default_factory=set[Var])
-
-
-def read(program: Program, scalars_ahead: bool) -> Known:
-    """Read a program forward. A scalar that is computed ahead from host leaves is known one pass later."""
-    on_host = (v for v in program.inputs if is_host_aval(v.aval))
-    known = Known({v: 1 << i for i, v in enumerate(on_host)}, {}, {}, set())
-    for eqn in program.eqns:
-        if (known.summaries or eqn.primitive.name in REDUCE) and is_summary(eqn, known.summaries):
-            known.summaries.update(v for v in eqn.outvars if v.aval.shape)
-        earliest = (
-            LATEST.after(eqn, LATEST.read(known.earliest, eqn.invars)) if known.earliest else [0] * len(eqn.outvars)
-        )
-        for v, mask, at in zip(eqn.outvars, forward(eqn, known.needs_host), earliest, strict=True):
-            ahead = scalars_ahead and mask and v.aval.shape == ()
-            if ahead:
-                known.scalars[v] = mask, at
-            known.needs_host[v], at = (0, at + 1) if ahead else (mask, at)
-            if at:
-                known.earliest[v] = at
-    return known
-
-
-def is_summary(eqn: Equation, summaries: Set[Var]) -> bool:
-    """Whether its result is a reduction over all rows of an array, small beside it, or arithmetic on such."""
-    name = eqn.primitive.name
-    if name in REDUCE:
-        few = 32 * math.prod(eqn.outvars[0].aval.shape) <= math.prod(eqn.invars[0].aval.shape)
-        return 0 in eqn.params["axes"] and few
-    if not summaries:
-        return False
-    if name not in ELEMENTWISE and name not in ("broadcast_in_dim", "reshape", "squeeze"):
-        return False
-    out = eqn.outvars[0].aval
-    arrays = [v for v in eqn.invars if v.aval.shape]
-    return bool(arrays) and all(
-        not isinstance(v, Literal) and v in summaries and math.prod(v.aval.shape) == math.prod(out.shape)
-        for v in arrays
-    )
-
-
-def roots_of(program: Program, known: Known) -> list[Wanted]:
-    """Scalars computed ahead, results, and effects such as a callback, which must happen although nobody reads them."""
-    last = known.last
-    roots = [Wanted(v, mask, at) for v, (mask, at) in known.scalars.items()]
-    others: dict[Root, list[Var]] = {v: [v] for v in results_of(program) if v not in known.scalars}
-    for root, read in (others | {id(eqn): variables(eqn.invars) for eqn in program.eqns if eqn.effects}).items():
-        mask = union(known.needs_host.get(v, 0) for v in read)
-        roots.append(Wanted(root, mask, last if mask else LATEST.join(known.earliest.get(v, 0) for v in read)))
-    return roots
-
-
-def results_of(program: Program) -> list[Var]:
-    """The outputs that its equations make, each once."""
-    inputs = set(program.inputs)
-    return list(dict.fromkeys(v for v in program.outputs if not isinstance(v, Literal) and v not in inputs))
-
-
-def parts_of(roots: Sequence[Wanted], last: int) -> tuple[list[Part], dict[Root, int]]:
-    """Return the parts, still without equations (all preludes, then the slices), and the number of each root's part.
-
-    Roots of a pass that need a host leaf in common go together. Roots that need none go to the prelude.
-    """
-    most = union(each.needs for each in roots).bit_length()
-    numbers = groups([each.needs << each.at * most for each in roots])  # passes share no bits
-    at_of = {k: each.at for each, k in zip(roots, numbers, strict=True) if k}
-    parts = [Part(at) for at in (*range(last + 1), *at_of.values())]
-    return parts, {each.root: last + k if k else each.at for each, k in zip(roots, numbers, strict=True)}
-
-
-def divide(program: Program, known: Known, parts: Sequence[Part], number_of: Mapping[Root, int]) -> None:
-    """Put the program's equations, last one first, into the parts that need them, and say which part provides what.
-
-    A variable that one part provides to others is that part's result.
-    """
-    needed_by: dict[Var, Mask] = {v: 1 << number_of[v] for v in results_of(program)}
-    provider: dict[Var, int] = {}
-    preludes = (2 << known.last) - 1
-    for eqn in reversed(program.eqns):
-        effect = 1 << number_of[id(eqn)] if id(eqn) in number_of else 0
-        needs = [0 if isinstance(v, DropVar) else needed_by.get(v, 0) for v in eqn.outvars]
-        provided: list[Var] = []
-        for k, v in enumerate(eqn.outvars):
-            if needs[k] and not known.needs_host[v] and _is_provided(eqn, v, needs[k], known, preludes):
-                provider[v] = number_of[v] if v in known.scalars else known.earliest.get(v, 0)
-                needs[k] = 1 << provider[v]
-                provided.append(v)
-        for part in bits(union(needs) | effect):
-            parts[part].eqns.append(eqn)
-            parts[part].given.update(v for v in provided if provider[v] != part)
-        add_needs(needed_by, eqn.invars, backward(eqn, needs, effect))
-    for part in parts:
-        part.eqns.reverse()
-    for v in dict.fromkeys([*results_of(program), *provider]):
-        parts[provider.get(v, number_of.get(v, 0))].outputs.append(v)
-
-
-def _is_provided(eqn: Equation, v: Var, needs: Mask, known: Known, preludes: Mask) -> bool:
-    """Whether one part makes a variable that needs no host leaf, so that no other part makes it again."""
-    shared = needs & preludes or needs.bit_count() > 1
-    again = eqn.primitive.name in ELEMENTWISE  # cheaper computed again than kept, as an array, between its uses
-    return bool(v.aval.shape == () or v in known.summaries or (shared and not again) or eqn.effects)
-
+from jax_offload._program.program import Builder, Program, is_load, is_store, read_from_outside
+from jax_offload._program.propagate import Mask, add_needs, backward, bits, forward, groups, union
 
 # ---- a slice without its loads and stores, so that a loop can load ahead of the update
 
@@ -231,21 +75,15 @@ class Slice:
     @functools.cached_property
     def core(self) -> Core:
         """The slice without its loads and stores."""
-        moves = {
-            out: v
-            for eqn in self.jaxpr.eqns
-            if eqn.primitive.name == "device_put" and len(eqn.invars) == 1
-            for v, out in zip(variables(eqn.invars), eqn.outvars, strict=False)
-        }
-        loads = {out: v for out, v in moves.items() if v in {*self.loads} and not is_host_aval(out.aval)}
-        others = [eqn for eqn in self.jaxpr.eqns if loads.keys().isdisjoint(eqn.outvars)]
-        kept = {v for eqn in others for v in variables(eqn.invars)}
+        eqns, hosts = self.jaxpr.eqns, {*self.loads}
+        loads = {eqn.outvars[0]: eqn.invars[0] for eqn in eqns if is_load(eqn) and eqn.invars[0] in hosts}
+        kept = {v for eqn in eqns if loads.keys().isdisjoint(eqn.outvars) for v in variables(eqn.invars)}
         on_device = {v: Var(out.aval) for out, v in loads.items() if v not in kept}
         new = Builder(names={out: on_device[v] for out, v in loads.items() if v in on_device})
-        for eqn in self.jaxpr.eqns:
+        for eqn in eqns:
             if new.names.keys().isdisjoint(eqn.outvars):
                 new.put(eqn)
-        stored = {out: v for out, v in moves.items() if is_host_aval(out.aval)}
+        stored = {eqn.outvars[0]: eqn.invars[0] for eqn in eqns if is_store(eqn)}
         outputs = new.read([stored.get(v, v) for v in self.outputs])
         inputs = [on_device.get(v, v) for v in self.inputs]
         jaxpr = Jaxpr([], inputs, outputs, new.eqns, self.jaxpr.effects, self.jaxpr.debug_info)
@@ -289,10 +127,7 @@ class Slice:
         )
 
 
-def repeats_effects(program: Program, passes: Sequence[Pass]) -> bool:
-    """Whether an effect of the program, such as a callback, would happen in more than one slice."""
-    slices = [s for each in passes for s in (each.prelude, *each.slices)]
-    return sum(bool(eqn.effects) for s in slices for eqn in s.jaxpr.eqns) > sum(bool(e.effects) for e in program.eqns)
+# ---- the parts of a program
 
 
 @dataclasses.dataclass(frozen=True)
@@ -326,16 +161,133 @@ def cut(program: Program, scalars_ahead: bool) -> list[Pass]:
 _cuts = weakref.WeakKeyDictionary[Program, dict[bool, list[Pass]]]()
 
 
+def repeats_effects(program: Program, passes: Sequence[Pass]) -> bool:
+    """Whether an effect of the program, such as a callback, would happen in more than one slice."""
+    slices = [s for each in passes for s in (each.prelude, *each.slices)]
+    return sum(bool(eqn.effects) for s in slices for eqn in s.jaxpr.eqns) > sum(bool(e.effects) for e in program.eqns)
+
+
+@dataclasses.dataclass(frozen=True)
+class Known:
+    """The facts about a program's variables, found by reading it forward.
+
+    Attributes:
+      leaves: the number of host leaves.
+      needs: for each variable a bit for each host leaf that it needs, except through a scalar that is computed ahead.
+        Above them are as many bits as passes come before the variable is known, so that a union has the latest pass.
+      scalars: what the scalars that are computed ahead need.
+      summaries: see ``is_summary``.
+    """
+
+    leaves: int
+    needs: dict[Var, Mask]
+    scalars: dict[Var, Mask] = dataclasses.field(default_factory=dict[Var, Mask])
+    summaries: set[Var] = dataclasses.field(default_factory=set[Var])
+
+    def parted(self, mask: Mask) -> tuple[Mask, int]:
+        """The host leaves in a mask, and the number of passes."""
+        return mask & ((1 << self.leaves) - 1), (mask >> self.leaves).bit_length()
+
+    def of(self, atoms: Iterable[Var]) -> tuple[Mask, int]:
+        """The host leaves that some variables need, and the first pass in which all are known."""
+        return self.parted(union(self.needs.get(v, 0) for v in atoms))
+
+
+def _read(program: Program, scalars_ahead: bool) -> Known:
+    """Read a program forward. A scalar that is computed ahead from host leaves is known one pass later."""
+    on_host = [v for v in program.inputs if is_host_aval(v.aval)]
+    known = Known(len(on_host), {v: 1 << i for i, v in enumerate(on_host)})
+    later = 1 << known.leaves
+    for eqn in program.eqns:
+        if is_summary(eqn, known.summaries):
+            known.summaries.update(v for v in eqn.outvars if v.aval.shape)
+        for v, mask in zip(eqn.outvars, forward(eqn, known.needs), strict=True):
+            if scalars_ahead and mask & (later - 1) and v.aval.shape == ():
+                known.scalars[v] = mask
+                known.needs[v] = later | (mask >> known.leaves) * 2 * later
+            else:
+                known.needs[v] = mask
+    return known
+
+
+def is_summary(eqn: Equation, summaries: Set[Var]) -> bool:
+    """Whether its result is a reduction over all rows of an array, small beside it, or arithmetic on such."""
+    name = eqn.primitive.name
+    if name in REDUCE:
+        few = 32 * math.prod(eqn.outvars[0].aval.shape) <= math.prod(eqn.invars[0].aval.shape)
+        return 0 in eqn.params["axes"] and few
+    if not summaries or (name not in ELEMENTWISE and name not in ("broadcast_in_dim", "reshape", "squeeze")):
+        return False
+    arrays, size = [v for v in eqn.invars if v.aval.shape], math.prod(eqn.outvars[0].aval.shape)
+    same = {v for v in variables(arrays) if v in summaries and math.prod(v.aval.shape) == size}
+    return bool(arrays) and same.issuperset(arrays)
+
+
+@dataclasses.dataclass
+class _Part:
+    """A part of the program that becomes a prelude or a slice.
+
+    Attributes:
+      eqns: its equations, the last one first.
+      outputs: the values that it provides.
+      given: the results of its equations that other parts provide.
+    """
+
+    eqns: list[Equation] = dataclasses.field(default_factory=list[Equation])
+    outputs: list[Var] = dataclasses.field(default_factory=list[Var])
+    given: set[Var] = dataclasses.field(default_factory=set[Var])
+
+
 def _cut(program: Program, scalars_ahead: bool) -> list[Pass]:
-    known = read(program, scalars_ahead)
-    parts, number_of = parts_of(roots_of(program, known), known.last)
-    divide(program, known, parts, number_of)
-    slices = [slice_of(part.eqns, part.outputs, program.debug_info, program.shards, part.given) for part in parts]
-    passes = [Pass(prelude, []) for prelude in slices[: known.last + 1]]
-    for part, s in [*zip(parts, slices, strict=True)][known.last + 1 :]:
-        if s.jaxpr.eqns:
-            passes[part.at].slices.append(s)
+    known = _read(program, scalars_ahead)
+    inputs, last = {*program.inputs}, known.of(known.needs)[1]
+    results = [v for v in dict.fromkeys(variables(program.outputs)) if v not in inputs]
+    # Roots are scalars computed ahead, results, and effects such as a callback, by the identities of their equations.
+    # The last pass stores the host leaves, because earlier ones need their old values.
+    roots: dict[Var | int, tuple[Mask, int]] = {v: known.parted(mask) for v, mask in known.scalars.items()}
+    others: dict[Var | int, list[Var]] = {v: [v] for v in results if v not in known.scalars}
+    for root, read in (others | {id(eqn): variables(eqn.invars) for eqn in program.eqns if eqn.effects}).items():
+        leaves, at = known.of(read)
+        roots[root] = leaves, last if leaves else at
+    # Preludes come first. Roots that need no host leaf go to them, and roots of a pass that share a leaf go together.
+    numbers = groups([leaves << at * known.leaves for leaves, at in roots.values()])
+    number_of = {root: last + k if k else at for (root, (_, at)), k in zip(roots.items(), numbers, strict=True)}
+    parts = [_Part() for _ in range(last + 1 + max(numbers, default=0))]
+
+    needed_by: dict[Var, Mask] = {v: 1 << number_of[v] for v in results}
+    provider: dict[Var, int] = {}
+    for eqn in reversed(program.eqns):
+        effect = 1 << number_of[id(eqn)] if id(eqn) in number_of else 0
+        needs = [0 if isinstance(v, DropVar) else needed_by.get(v, 0) for v in eqn.outvars]
+        given: list[Var] = []
+        for k, v in enumerate(eqn.outvars):
+            if needs[k] and _is_provided(eqn, v, needs[k], known, (2 << last) - 1):
+                provider[v] = number_of[v] if v in known.scalars else known.of([v])[1]
+                needs[k] = 1 << provider[v]
+                given.append(v)
+        for part in bits(union(needs) | effect):
+            parts[part].eqns.append(eqn)
+            parts[part].given.update(v for v in given if provider[v] != part)
+        add_needs(needed_by, eqn.invars, backward(eqn, needs, effect))
+    for v in dict.fromkeys([*results, *provider]):
+        parts[provider.get(v, number_of.get(v, 0))].outputs.append(v)
+
+    slices = [slice_of(p.eqns[::-1], p.outputs, program.debug_info, program.shards, p.given) for p in parts]
+    passes = [Pass(prelude, []) for prelude in slices[: last + 1]]
+    pass_of = {number_of[root]: at for root, (_, at) in roots.items()}
+    for number, s in enumerate(slices):
+        if number > last and s.jaxpr.eqns:
+            passes[pass_of[number]].slices.append(s)
     return passes
+
+
+def _is_provided(eqn: Equation, v: Var, needs: Mask, known: Known, preludes: Mask) -> bool:
+    """Whether one part makes a variable that needs no host leaf, so that no other part makes it again."""
+    if known.of([v])[0]:
+        return False
+    shared = needs & preludes or needs.bit_count() > 1
+    again = eqn.primitive.name in ELEMENTWISE  # cheaper computed again than kept, as an array, between its uses
+    return bool(v.aval.shape == () or v in known.summaries or (shared and not again) or eqn.effects)
 
 
 def slice_of(
@@ -352,13 +304,12 @@ def slice_of(
       debug_info, shards: taken from the program.
       given: the variables that other parts provide.
     """
-    defined = {v for eqn in eqns for v in eqn.outvars} - given
-    read = [v for vs in [*(eqn.invars for eqn in eqns), outputs] for v in vs if not isinstance(v, Literal)]
-    inputs = [v for v in dict.fromkeys(read) if v not in defined]
+    inputs, eqns = read_from_outside(eqns, outputs, given), [*eqns]
+    for k, eqn in enumerate(eqns):  # none may define one of the inputs
+        if not given.isdisjoint(eqn.outvars):
+            eqns[k] = eqn.replace(outvars=[Var(v.aval) if v in given else v for v in eqn.outvars])
+    jaxpr = Program(inputs, [*outputs], eqns, [], debug_info).closed.jaxpr
     # a cond with only some wanted results may still name the others: let dce cut inside it
-    eqns = [_without(eqn, given) for eqn in eqns] if given else eqns
-    effects: Effects = frozenset[Any]().union(*(eqn.effects for eqn in eqns if eqn.effects))
-    jaxpr = Jaxpr([], inputs, outputs, eqns, effects, nameless(debug_info))  # the names are the program's
     if any(map(can_be_cut, eqns)):
         jaxpr, used = without_dead_code(jaxpr)
         inputs = [v for v, u in zip(inputs, used, strict=True) if u]
@@ -375,10 +326,3 @@ def consecutive(
         found.append(slice_of(eqns, outputs, debug_info, shards))
         wanted.update(v for eqn in eqns for v in variables(eqn.invars))
     return found[::-1]
-
-
-def _without(eqn: Equation, given: Set[Var]) -> Equation:
-    """``eqn`` without the results that are given already, so that a slice does not define one of its inputs."""
-    if given.isdisjoint(eqn.outvars):
-        return eqn
-    return eqn.replace(outvars=[Var(v.aval) if v in given else v for v in eqn.outvars])
