@@ -188,19 +188,10 @@ def scan_of(eqn: Equation) -> Scan | None:
         consts, carry, _ = (len(part) for part in params["ft_in"].unpack())
     else:
         consts, carry = params["num_consts"], params["num_carry"]
-    ins, outs = list(eqn.invars), list(eqn.outvars)
-    return Scan(
-        eqn,
-        params["jaxpr"],
-        ins[:consts],
-        ins[consts : consts + carry],
-        ins[consts + carry :],
-        outs[:carry],
-        outs[carry:],
-        params["length"],
-        params["reverse"],
-        params["unroll"],
-    )
+    rows = consts + carry
+    ins = list(eqn.invars[:consts]), list(eqn.invars[consts:rows]), list(eqn.invars[rows:])
+    outs = list(eqn.outvars[:carry]), list(eqn.outvars[carry:])
+    return Scan(eqn, params["jaxpr"], *ins, *outs, params["length"], params["reverse"], params["unroll"])
 
 
 def sharded_like(
