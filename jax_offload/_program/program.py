@@ -9,7 +9,7 @@ import operator
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import nullcontext
 from types import MappingProxyType
-from typing import Any, cast
+from typing import Any, Self, cast
 
 import jax
 import jax.numpy as jnp
@@ -80,15 +80,19 @@ class Program:
         eqns = [eqn for eqn in self.eqns if eqn.primitive.name in PLACED or not is_cheap(eqn)]
         return Jaxpr([], read_from_outside(eqns), [], eqns, self.effects, nameless(self.debug_info))
 
+    @functools.cached_property
+    def jaxpr(self) -> Jaxpr:
+        """The program as an open jaxpr."""
+        n = len(self.consts)
+        inputs = self.inputs[:n], self.inputs[n:]
+        return Jaxpr(*inputs, self.outputs, self.eqns, self.effects, nameless(self.debug_info))
+
     @property
     def closed(self) -> ClosedJaxpr:
         """The program as a closed jaxpr."""
-        n = len(self.consts)
-        inputs = self.inputs[:n], self.inputs[n:]
-        jaxpr = Jaxpr(*inputs, self.outputs, self.eqns, self.effects, nameless(self.debug_info))
-        return ClosedJaxpr(jaxpr, self.consts)
+        return ClosedJaxpr(self.jaxpr, self.consts)
 
-    def only(self, used: Sequence[bool]) -> tuple[list[bool], Program]:
+    def only(self, used: Sequence[bool]) -> tuple[list[bool], Self]:
         """Reduce a program without constants to some results; return the inputs that it needs, and the program."""
         if all(used):  # jax's own way goes into every equation, and takes twice as long
             eqns, read = needed_for(self.eqns, variables(self.outputs), kept=lambda eqn: bool(eqn.effects))
@@ -96,7 +100,7 @@ class Program:
                 needed, inputs = [v in read for v in self.inputs], [v for v in self.inputs if v in read]
                 same = len(eqns) == len(self.eqns) and all(needed)
                 return needed, self if same else dataclasses.replace(self, inputs=inputs, eqns=eqns)
-        jaxpr, needed = without_dead_code(self.closed.jaxpr, used)
+        jaxpr, needed = without_dead_code(self.jaxpr, used)
         inputs, eqns = list(jaxpr.invars), list(jaxpr.eqns)
         return needed, dataclasses.replace(self, inputs=inputs, outputs=list(jaxpr.outvars), eqns=eqns)
 

@@ -22,7 +22,6 @@ from jax.sharding import NamedSharding
 from jax_offload._program.arrays import nbytes
 from jax_offload._program.jaxprs import (
     Atom,
-    ClosedJaxpr,
     DebugInfo,
     DropVar,
     Equation,
@@ -54,36 +53,29 @@ class Core:
     loads: frozenset[Var]
 
 
-@dataclasses.dataclass(frozen=True)
-class Slice:
-    """A part of a program: ``outputs`` from ``inputs``, both given as variables of the program.
+@dataclasses.dataclass(frozen=True, eq=False)
+class Slice(Program):
+    """A part of a program: its ``inputs`` and ``outputs`` are variables of the program, and it has no constants."""
 
-    Attributes:
-      shards: how the program's inputs are divided between devices.
-    """
-
-    inputs: list[Var]
-    outputs: list[Var]
-    jaxpr: Jaxpr
-    shards: Mapping[Var, Shards] = dataclasses.field(default_factory=dict[Var, Shards])
+    outputs: list[Var]  # pyright: ignore[reportIncompatibleVariableOverride]
 
     @property
     def run(self) -> Callable[..., list[Any]]:
         """``run(*inputs) -> outputs``, all at once."""
-        return jax_fun(ClosedJaxpr(self.jaxpr, []))
+        return jax_fun(self.closed)
 
     @functools.cached_property
     def core(self) -> Core:
         """The slice without its loads and stores."""
-        eqns, hosts = self.jaxpr.eqns, {*self.loads}
-        loads = {eqn.outvars[0]: eqn.invars[0] for eqn in eqns if is_load(eqn) and eqn.invars[0] in hosts}
-        kept = {v for eqn in eqns if loads.keys().isdisjoint(eqn.outvars) for v in variables(eqn.invars)}
+        hosts = {*self.loads}
+        loads = {eqn.outvars[0]: eqn.invars[0] for eqn in self.eqns if is_load(eqn) and eqn.invars[0] in hosts}
+        kept = {v for eqn in self.eqns if loads.keys().isdisjoint(eqn.outvars) for v in variables(eqn.invars)}
         on_device = {v: Var(out.aval) for out, v in loads.items() if v not in kept}
         new = Builder(names={out: on_device[v] for out, v in loads.items() if v in on_device})
-        for eqn in eqns:
+        for eqn in self.eqns:
             if new.names.keys().isdisjoint(eqn.outvars):
                 new.put(eqn)
-        stored = {eqn.outvars[0]: eqn.invars[0] for eqn in eqns if is_store(eqn)}
+        stored = {eqn.outvars[0]: eqn.invars[0] for eqn in self.eqns if is_store(eqn)}
         outputs = new.read([stored.get(v, v) for v in self.outputs])
         inputs = [on_device.get(v, v) for v in self.inputs]
         jaxpr = Jaxpr([], inputs, outputs, new.eqns, self.jaxpr.effects, self.jaxpr.debug_info)
@@ -105,10 +97,10 @@ class Slice:
 
         A choice between two values is divided as they are, because XLA may divide it in another way.
         """
-        eqns = [eqn for eqn in self.jaxpr.eqns if eqn.primitive.name == "sharding_constraint"]
+        eqns = [eqn for eqn in self.eqns if eqn.primitive.name == "sharding_constraint"]
         found = {eqn.invars[0]: eqn.params["sharding"] for eqn in reversed(eqns) if eqn.invars[0] in self.inputs}
         found |= {eqn.outvars[0]: eqn.params["sharding"] for eqn in eqns}
-        for eqn in self.jaxpr.eqns if found else ():
+        for eqn in self.eqns if found else ():
             if eqn.primitive.name == "select_n" and (cases := found.keys() & {*variables(eqn.invars[1:])}):
                 found[eqn.outvars[0]] = found[cases.pop()]
         return found
@@ -164,7 +156,7 @@ _cuts = weakref.WeakKeyDictionary[Program, dict[bool, list[Pass]]]()
 def repeats_effects(program: Program, passes: Sequence[Pass]) -> bool:
     """Whether an effect of the program, such as a callback, would happen in more than one slice."""
     slices = [s for each in passes for s in (each.prelude, *each.slices)]
-    return sum(bool(eqn.effects) for s in slices for eqn in s.jaxpr.eqns) > sum(bool(e.effects) for e in program.eqns)
+    return sum(bool(eqn.effects) for s in slices for eqn in s.eqns) > sum(bool(e.effects) for e in program.eqns)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -276,7 +268,7 @@ def _cut(program: Program, scalars_ahead: bool) -> list[Pass]:
     passes = [Pass(prelude, []) for prelude in slices[: last + 1]]
     pass_of = {number_of[root]: at for root, (_, at) in roots.items()}
     for number, s in enumerate(slices):
-        if number > last and s.jaxpr.eqns:
+        if number > last and s.eqns:
             passes[pass_of[number]].slices.append(s)
     return passes
 
@@ -308,12 +300,9 @@ def slice_of(
     for k, eqn in enumerate(eqns):  # none may define one of the inputs
         if not given.isdisjoint(eqn.outvars):
             eqns[k] = eqn.replace(outvars=[Var(v.aval) if v in given else v for v in eqn.outvars])
-    jaxpr = Program(inputs, [*outputs], eqns, [], debug_info).closed.jaxpr
-    # a cond with only some wanted results may still name the others: let dce cut inside it
-    if any(map(can_be_cut, eqns)):
-        jaxpr, used = without_dead_code(jaxpr)
-        inputs = [v for v, u in zip(inputs, used, strict=True) if u]
-    return Slice(inputs, outputs, jaxpr, shards)
+    whole = Slice(inputs, outputs, eqns, [], debug_info, shards)
+    # a cond with only some wanted results may still name the others
+    return whole.only([True] * len(outputs))[1] if any(map(can_be_cut, eqns)) else whole
 
 
 def consecutive(
