@@ -474,13 +474,10 @@ def _makes_keys(eqn: Equation) -> bool:
 def _only_in(cond: Equation, which: Atom, k: int, eqn: Equation) -> Equation:
     """Put an equation of branch ``k`` of a ``cond`` into a ``cond`` of its own, with zeros in the other branches."""
     reads = list(dict.fromkeys(variables(eqn.invars)))
-    inputs, like = [Var(v.aval) for v in reads], branches_of(cond)[0].jaxpr
+    inputs = [Var(v.aval) for v in reads]
     (run,) = Builder(names=dict(zip(reads, inputs, strict=True))).copy(eqn)
-    zero = jaxpr_of(lambda: [zeros(v.aval) for v in eqn.outvars])[0].jaxpr
-    taken, other = (
-        ClosedJaxpr(Jaxpr([], inputs, outputs, eqns, like.effects, nameless(like.debug_info)), [])
-        for eqns, outputs in (([run], run.outvars), (zero.eqns, zero.outvars))
-    )
+    taken = Program(inputs, [*run.outvars], [run], [], branches_of(cond)[0].jaxpr.debug_info).closed
+    other, _ = jaxpr_of(lambda *_: [zeros(v.aval) for v in eqn.outvars], *(v.aval for v in inputs))
     branches = tuple(taken if i == k else other for i in range(len(branches_of(cond))))
     return cond.replace(invars=[which, *reads], outvars=eqn.outvars, params={**cond.params, "branches": branches})
 
