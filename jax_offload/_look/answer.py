@@ -279,10 +279,6 @@ class Plan:
             same = [row for row in self._ranked if row.same_numbers] or self._ranked
             least = min(same, key=lambda row: row.peak)
             first = f"Nothing fits: {least.name} takes least and is {least.why} on {on}."
-            if larger is not None:
-                fits = _condition(larger, int((self.device_memory or 0) * share * (1 - HEADROOM)) - larger.peak)
-                second = f"{setting} {WORDS.get(larger.name, larger.name)} fits {fits}".rstrip()
-                return f"{first} {second}.", f"export {FRACTION}={share:g}\n{larger.code}", larger
             second = "Divide the parameters over the devices (FSDP), or take more or larger ones."
             if on_device := [row for row in same if (row.room or 0) >= 0]:
                 least = min(on_device, key=self._over_on_the_host)
@@ -291,6 +287,10 @@ class Plan:
                 second = "Take a host with more, a state on disk (disk=True), or more devices."
             elif (takes := least.activations or 0) > least.peak / 2:
                 second = f"Activations take {in_bytes(takes)}: take fewer tokens a step, or more devices."
+            if larger is not None:
+                fits = _condition(larger, int((self.device_memory or 0) * share * (1 - HEADROOM)) - larger.peak)
+                second = f"{setting} {WORDS.get(larger.name, larger.name)} fits {fits}".rstrip()
+                return f"{first} {second}.", f"export {FRACTION}={share:g}\n{larger.code}", larger
             return f"{first} {second}", "", None
         name = WORDS.get(best.name, best.name)
         changes = "" if best.same_numbers else ", and changes the numbers, as nothing else fits"

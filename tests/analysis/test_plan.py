@@ -266,6 +266,17 @@ def test_nothing_fits(name):
         assert "pipelined needs 69.0 GiB more of the host's memory" in found.verdict and found["pipelined"].room > 0
 
 
+def test_too_little_host_memory_where_a_larger_share_helps():
+    """The verdict says what the host lacks, and what fits without it."""
+    params = {"w": jax.ShapeDtypeStruct((64, 4096, 4096), "bfloat16")}
+    given = {"chip": "h100", "device_memory": "12GiB", "host_memory": "1GiB", "activations": "1GiB"}
+    found = jo.plan(ADAMW, params, **given)
+    assert found.verdict == (
+        "Nothing fits: fraction needs 1.10 GiB more of the host's memory for each device. With "
+        "XLA_PYTHON_CLIENT_MEM_FRACTION=0.79 in the environment, resident fits."
+    )
+
+
 @pytest.mark.parametrize("activations", [None, "5GiB"])
 def test_a_larger_share_of_the_memory_where_only_that_fits(activations):
     """In 75 % nothing fits; the verdict says which share does, under what condition, and the lines to write."""
