@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections import ChainMap, Counter
-from collections.abc import Callable, Hashable, Iterable, Mapping, MutableMapping, Sequence, Set
+from collections import ChainMap, Counter, OrderedDict
+from collections.abc import Callable, Hashable, Iterable, Mapping, MutableMapping, Sequence
 from typing import Any
 
 import jax
@@ -44,7 +44,7 @@ from jax_offload._schedule.schedule import Chunked, Gate, Planned, RowWise, Sche
 # gather the whole each time.
 
 Names = Mapping[Var, str]  # the leaf's path in the state, of each of its values
-Values = dict[Var, Any]
+Values = OrderedDict[Var, Any]  # a tree, with variables as its keys
 Arrays = MutableMapping[Var, Any]
 Chunk = tuple[Any, int]  # its first row, which may be traced, and its number of rows
 State = tuple[Values, Values]  # whole arrays; and rows of host leaves, on the device, that are not stored yet
@@ -72,9 +72,26 @@ class Buffers:
     key_of: Callable[[Any], Hashable] = dataclasses.field(default_factory=numbered)
 
     def read(self, v: Var, x: Any, start: Any, n: int = 1) -> Any:
-        """``n`` rows of each shard of ``x``, which is the array ``v``."""
-        dim = self.dims.get(v)
-        return read_rows(x, dim.dim, start, n, self.shards, self.pins.get(v)) if isinstance(dim, Rows) else x
+        """``n`` rows of each shard of ``x``, which is the array ``v``.
+
+        Rows outside of it are the first or the last ones. XLA copies with the GPU's copy engines only where a loop's
+        slices begin at multiples of its counter; it leaves clamping to the copy. Where the start is another function
+        of the counter, a kernel reads the host's memory.
+        """
+        if not isinstance(dim := self.dims.get(v), Rows):
+            return x
+        axis, parts = self._by_shard(v, x, dim.dim)
+        sizes = [*parts.shape[:axis], n, *parts.shape[axis + 1 :]]
+        starts = _starts(parts, start, axis)
+        return self._merged(v, jax.lax.dynamic_slice(parts, starts, sizes, allow_negative_indices=False), dim.dim)
+
+    def write(self, wholes: Arrays, v: Var, rows: Any, start: Any) -> None:
+        """Write rows, as ``read`` returns them, into their array."""
+        dim, sharding = self._dim(v), self.pins.get(v)
+        (axis, into), (_, rows) = (self._by_shard(v, x, dim) for x in (wholes[v], rows))
+        into = jax.lax.dynamic_update_slice(into, rows, _starts(into, start, axis), allow_negative_indices=False)
+        pin = sharding if axis == dim else _sharding_by_shard(sharding, into.ndim - 1, dim)
+        wholes[v] = self._merged(v, constrained(into, pin), dim)
 
     def load(self, wholes: Arrays, v: Var, start: Any, n: int = 1) -> Any:
         with prefetch(v, self.names):
@@ -88,22 +105,40 @@ class Buffers:
                 some = rows if end - begin == n else self.read(v, rows, begin, end - begin)
                 self.write(wholes, v, to_host(some), start + begin)
 
-    def write(self, wholes: Arrays, v: Var, rows: Any, start: Any) -> None:
-        wholes[v] = write_rows(wholes[v], rows, self._dim(v), start, self.shards, self.pins.get(v))
-
-    def exchange(self, wholes: Arrays, stored: Values, at: Any, loaded: Sequence[Var], then: Any, n: int = 1) -> Values:
+    def exchange(self, wholes: Arrays, stored: Arrays, at: Any, loaded: Sequence[Var], then: Any, n: int = 1) -> Values:
         """Store rows of some leaves, from row ``at`` on, while loading ``n`` rows of others, from ``then`` on.
 
         A host buffer that is read and written at the same time would be copied, so leaves take turns: a leaf is loaded
         before the exchange that stores it, or after.
         """
-        found = {v: self.load(wholes, v, then, n) for v in loaded}
+        found = Values((v, self.load(wholes, v, then, n)) for v in loaded)
         for v, rows in stored.items():
             self.store(wholes, v, rows, at)
         return found
 
-    def updated(self, s: Slice, how: RowWise, given: Sequence[Any], start: Any, n: int = 1) -> list[Any]:
-        """Compute a slice's results for some rows from its operands' rows on the device."""
+    def update(
+        self,
+        s: Slice,
+        how: RowWise,
+        given: Mapping[Var, Any],
+        wholes: Arrays,
+        start: Any,
+        n: int = 1,
+        first: Any = None,
+    ) -> tuple[Values, Values]:
+        """Compute a slice's results for some rows, and write those that stay on the device into their arrays.
+
+        Args:
+          s, how: the slice, and how it runs on rows.
+          given: the rows of its operands, on the device.
+          wholes: the arrays, which change. A sum that does not exist yet begins with these rows; a result without an
+            array is only returned.
+          start, n: the first row, and the number of rows of each shard.
+          first: whether these are the first rows of an existing sum, if only the program knows it.
+
+        Returns:
+          All new rows; and the rows of host leaves, which are not stored yet.
+        """
         jaxpr = s.core.jaxpr
         kind = structure(jaxpr, self.key_of), how.dims, how.where, n
 
@@ -111,24 +146,8 @@ class Buffers:
             return run_chunk(jaxpr, how.dims, how.where, row_indices(how.where.size, start, n, self.shards), *given)
 
         with update_of(s.loads, self.names):
-            return self.kinds.setdefault(kind, jit(update_rows))(start, *given)
-
-    def keep(
-        self, s: Slice, how: RowWise, new: Sequence[Any], wholes: Arrays, start: Any, *, first: Any = None,
-        without: Set[Var] = frozenset(),
-    ) -> Values:  # fmt: skip
-        """Write the results of a slice for some rows, except ``without``, into their arrays on the device.
-
-        Args:
-          s, how, new: the slice, how it runs on rows, and its results.
-          wholes: the arrays, which change. A sum that does not exist yet begins with these rows.
-          start: the first row.
-          first: whether these are the first rows of an existing sum, if only the program knows it.
-
-        Returns:
-          The rows of host leaves, which are not stored yet.
-        """
-        stored: Values = {}
+            new = self.kinds.setdefault(kind, jit(update_rows))(start, *(given[v] for v in s.inputs))
+        stored = Values()
         for v, old, dim, x in zip(s.outputs, how.buffers, how.out_dims, new, strict=True):
             into = v if old is None else old
             if isinstance(dim, Partial):
@@ -136,90 +155,41 @@ class Buffers:
                 wholes[v] = total if first is None else jnp.where(first, x, total)
             elif is_host_aval(v.aval):
                 stored[into] = x
-            elif v not in without:
+            elif into in wholes:
                 self.write(wholes, into, self.laid_out(into, x), start)
-        return stored
+        return Values(zip(s.outputs, new, strict=True)), stored
 
     def _dim(self, v: Var) -> int:
         dim = self.dims[v]
         assert isinstance(dim, Rows)  # a sum has no rows to write
         return dim.dim
 
+    def _by_shard(self, v: Var, x: Any, dim: int) -> tuple[int, Any]:
+        """An array with axis ``dim`` as two, shards and the rows of each; and the axis of these rows."""
+        x, sharding = constrained(x, self.pins.get(v)), self.pins.get(v)
+        if self.shards == 1:
+            return dim, x
+        shape = (*x.shape[:dim], self.shards, x.shape[dim] // self.shards, *x.shape[dim + 1 :])
+        typed = _sharding_by_shard(typed_sharding(jax.typeof(x)), x.ndim, dim)
+        pin = _sharding_by_shard(sharding, x.ndim, dim)
+        return dim + 1, constrained(jax.lax.reshape(x, shape, out_sharding=typed), pin)
 
-def buffers_of(s: Slice, how: RowWise, names: Names) -> Buffers:
-    """The buffers of a slice: its operands', and new ones for results that overwrite none of these."""
-    into = [
-        (v, v if old is None else old, dim) for v, old, dim in zip(s.outputs, how.buffers, how.out_dims, strict=True)
-    ]
-    dims = {v: dim for _, v, dim in into} | dict(zip(s.inputs, how.dims, strict=True))
-    pins = {old: s.pins[v] for v, old, _ in into if v in s.pins} | s.pins
-    return Buffers(dims, pins, names, how.shards)
-
-
-def fresh(s: Slice, how: RowWise) -> Values:
-    """Return blank arrays for the new results of a slice, except sums."""
-    return {
-        v: constrained(jnp.zeros(v.aval.shape, v.aval.dtype), typed_sharding(v.aval) or s.pins.get(v))
-        for v, old, dim in zip(s.outputs, how.buffers, how.out_dims, strict=True)
-        if old is None and isinstance(dim, Rows)
-    }
-
-
-def read_rows(x: jax.Array, dim: int, start: Any, n: int, shards: int, sharding: NamedSharding | None) -> jax.Array:
-    """``n`` rows from ``start`` on of each of the ``shards`` parts of axis ``dim``."""
-    x = constrained(x, sharding)
-    if shards == 1:
-        return _slice(x, start, n, dim)
-    return _merged(_slice(_by_shard(x, dim, shards, sharding), start, n, dim + 1), dim, sharding)
-
-
-def write_rows(
-    x: jax.Array, rows: jax.Array, dim: int, start: Any, shards: int, sharding: NamedSharding | None
-) -> jax.Array:
-    """Return ``x`` with ``rows``, as ``read_rows`` returns them, in their places."""
-    x = constrained(x, sharding)
-    rows = constrained(rows, sharding)
-    if shards == 1:
-        return constrained(_update_slice(x, rows, start, dim), sharding)
-    into, rows = (_by_shard(array, dim, shards, sharding) for array in (x, rows))
-    into = _update_slice(into, rows, start, dim + 1)
-    return _merged(constrained(into, _sharding_by_shard(sharding, into.ndim - 1, dim)), dim, sharding)
-
-
-def _slice(x: jax.Array, start: Any, n: int, dim: int) -> jax.Array:
-    """``n`` rows from ``start`` on, or the first or last ``n`` where ``start`` lies outside.
-
-    XLA copies with the GPU's copy engines only where a loop's slices begin at multiples of its counter; it leaves
-    clamping to the copy. Where the start is another function of the counter, a kernel reads the host's memory.
-    """
-    sizes = [*x.shape[:dim], n, *x.shape[dim + 1 :]]
-    return jax.lax.dynamic_slice(x, _starts(x, start, dim), sizes, allow_negative_indices=False)
-
-
-def _update_slice(x: jax.Array, rows: jax.Array, start: Any, dim: int) -> jax.Array:
-    return jax.lax.dynamic_update_slice(x, rows, _starts(x, start, dim), allow_negative_indices=False)
+    def _merged(self, v: Var, x: Any, dim: int) -> Any:
+        """The array again, of shards and the rows of each."""
+        if self.shards == 1:
+            return x
+        shape = (*x.shape[:dim], x.shape[dim] * x.shape[dim + 1], *x.shape[dim + 2 :])
+        typed = typed_sharding(jax.typeof(x))
+        if typed is not None:
+            spec = padded(typed.spec, x.ndim)
+            typed = typed.update(spec=PartitionSpec(*spec[: dim + 1], *spec[dim + 2 :]))
+        return constrained(jax.lax.reshape(x, shape, out_sharding=typed), self.pins.get(v))
 
 
 def _starts(x: jax.Array, start: Any, dim: int) -> list[Any]:
     if getattr(start, "dtype", None) != np.int32:  # jnp.asarray takes as long as ten equations
         start = jnp.asarray(start, np.int32)
     return [start if k == dim else np.int32(0) for k in range(x.ndim)]
-
-
-def _by_shard(x: jax.Array, dim: int, shards: int, sharding: NamedSharding | None) -> jax.Array:
-    """Axis ``dim`` as two: shards, and the rows of each."""
-    shape = (*x.shape[:dim], shards, x.shape[dim] // shards, *x.shape[dim + 1 :])
-    typed = _sharding_by_shard(typed_sharding(jax.typeof(x)), x.ndim, dim)
-    return constrained(jax.lax.reshape(x, shape, out_sharding=typed), _sharding_by_shard(sharding, x.ndim, dim))
-
-
-def _merged(x: jax.Array, dim: int, sharding: NamedSharding | None) -> jax.Array:
-    shape = (*x.shape[:dim], x.shape[dim] * x.shape[dim + 1], *x.shape[dim + 2 :])
-    typed = typed_sharding(jax.typeof(x))
-    if typed is not None:
-        spec = padded(typed.spec, x.ndim)
-        typed = typed.update(spec=PartitionSpec(*spec[: dim + 1], *spec[dim + 2 :]))
-    return constrained(jax.lax.reshape(x, shape, out_sharding=typed), sharding)
 
 
 def _sharding_by_shard(sharding: NamedSharding | None, ndim: int, dim: int) -> NamedSharding | None:
@@ -249,27 +219,28 @@ def group_looped(s: Slice, how: Chunked, names: Names, size: int) -> Callable[..
     buffer of its own.
     """
     into = [v if old is None else old for v, old in zip(s.outputs, how.buffers, strict=True)]
+    dims = dict(zip(into, how.out_dims, strict=True)) | dict(zip(s.inputs, how.dims, strict=True))
+    pins = {x: s.pins[v] for v, x in zip(s.outputs, into, strict=True) if v in s.pins} | s.pins
     loads, rows = [v for v in s.inputs if v in s.core.loads], min(how.rows, size)
 
-    def run(start: Any, operands: Sequence[Any], before: Values) -> list[Any]:
-        given, buffers = dict(zip(s.inputs, operands, strict=True)), buffers_of(s, how, names)
+    def run(start: Any, operands: Sequence[Any], before: Mapping[Var, Any]) -> list[Any]:
+        given, buffers = dict(zip(s.inputs, operands, strict=True)), Buffers(dims, pins, names, how.shards)
 
         def updated(wholes: Values, loaded: Values, chunk: Chunk) -> State:
             """Update a chunk, and write the part of it that stays on the device."""
-            wholes, (at, n) = dict(wholes), chunk
+            wholes, (at, n) = Values(wholes), chunk
             now, row = ChainMap(wholes, given), start + at
             xs = {
                 v: buffers.read(v, now[v], at if is_host_aval(v.aval) else row, n) for v in s.inputs if v not in loads
             }
             held = [v for v in xs if v in wholes]
             xs |= zip(held, read_once([xs[v] for v in held]), strict=True)
-            new = buffers.updated(s, how, [loaded[v] if v in loaded else xs[v] for v in s.inputs], row, n)
-            return wholes, buffers.keep(s, how, new, wholes, row)
+            return wholes, buffers.update(s, how, xs | loaded, wholes, row, n)[1]
 
         def exchanged(wholes: Values, new: Values, at: Any, then: Chunk | None) -> State:
             """Store ``new`` from row ``at`` on, and load chunk ``then``. Each leaf is stored while the next one is
             loaded, and the last one while the first is, which is stored by then."""
-            arrays, loaded, left = ChainMap(dict(wholes), given), Values(), dict(new)
+            arrays, loaded, left = ChainMap[Var, Any](Values(wholes), given), Values(), dict(new)
             first, n = then or (0, 0)
             for k, v in enumerate(loads):
                 stored = {v: left.pop(v)} if v in left else {}
@@ -277,29 +248,29 @@ def group_looped(s: Slice, how: Chunked, names: Names, size: int) -> Callable[..
                     stored[v], loaded[v] = written_after(stored[v], loaded[v])
                 loaded |= buffers.exchange(arrays, stored, at, loads[k + 1 : k + 2] if then else [], first, n)
             loaded |= buffers.exchange(arrays, left, at, loads[:1] if then else [], first, n)
-            return dict(arrays.maps[0]), loaded
+            return Values(arrays.maps[0]), loaded
+
+        def advance(i: Any, state: State) -> State:
+            i = jnp.minimum(i, full)  # not the counter itself, which is written when every copy has read it
+            chunk = i * rows, rows
+            wholes, loaded = exchanged(state[0], state[1], (i - 1) * rows, chunk)
+            return updated(wholes, loaded, chunk)
 
         full, rest = divmod(size, rows)
         chunk = (full * rows, rest) if rest else (0, rows)
-        wholes = {v: given[v] for v in into if v in given} | fresh(s, how) | before
-        state = updated(wholes, {v: buffers.load(given, v, *chunk) for v in loads}, chunk)
+        wholes = Values((v, given[v]) for v in into if v in given)
+        for v, old, dim in zip(s.outputs, how.buffers, how.out_dims, strict=True):
+            if old is None and isinstance(dim, Rows):
+                blank = jnp.zeros(v.aval.shape, v.aval.dtype)
+                wholes[v] = constrained(blank, typed_sharding(v.aval) or s.pins.get(v))
+        wholes |= before
+        state = updated(wholes, Values((v, buffers.load(given, v, *chunk)) for v in loads), chunk)
         if rest:
             state = updated(*exchanged(*state, chunk[0], (0, rows)), (0, rows))
         if full > 1:
-            end, keys = opaque(jnp.int32(2)) if full == 2 else full, [[*values] for values in state]
-
-            def named(values: Any) -> State:
-                wholes, new = (dict(zip(vs, xs, strict=True)) for vs, xs in zip(keys, values, strict=True))
-                return wholes, new
-
-            def advance(i: Any, values: Any) -> Any:
-                i = jnp.minimum(i, full)  # not the counter itself, which is written when every copy has read it
-                chunk = i * rows, rows
-                after = updated(*exchanged(*named(values), (i - 1) * rows, chunk), chunk)
-                return [[x[v] for v in vs] for vs, x in zip(keys, after, strict=True)]
-
-            state = named(jax.lax.fori_loop(1, end, advance, [[*values.values()] for values in state]))
-        wholes, _ = exchanged(*state, (full - 1) * rows, None)
+            state = jax.lax.fori_loop(1, opaque(jnp.int32(2)) if full == 2 else full, advance, state)
+        wholes, new = state
+        wholes, _ = exchanged(wholes, new, (full - 1) * rows, None)
         return [wholes[v] for v in into]
 
     return run
@@ -398,11 +369,10 @@ def _in_order(order: Iterable[Slice | Planned | Gate], run: Callable[[Planned, E
 
 def _in_own_loop(each: Schedule, run: Callable[[Planned, Env], None], env: Env, *, lowered: bool) -> None:
     """Run the slices of a pass in a loop that runs once; XLA does not know that it runs once."""
-    slices = [p.slice for p in each.slices]
-    outputs = dict.fromkeys(v for s in slices for v in s.outputs)
+    slices, carried = [p.slice for p in each.slices], each.carried or {}
+    outputs = list(dict.fromkeys(v for s in slices for v in s.outputs))
     waits_for = [v for step in each.order if isinstance(step, Gate) for v in step.waits_for if v not in outputs]
     inputs = list(dict.fromkeys([*(v for s in slices for v in s.inputs), *waits_for]))
-    carried = each.carried or {}
 
     def gated(*operands: Any) -> list[Any]:
         inner = dict(zip(inputs, operands, strict=True))
@@ -411,12 +381,12 @@ def _in_own_loop(each: Schedule, run: Callable[[Planned, Env], None], env: Env, 
 
     def looped(*operands: Any) -> list[Any]:
         given = dict(zip(inputs, operands, strict=True))
-        start = [given[carried[v]] if v in carried else zeros(v.aval) for v in outputs]
 
         def once(carry: Any) -> Any:
             now = given | {carried[v]: x for v, x in zip(outputs, carry[1], strict=True) if v in carried}
             return jnp.zeros_like(carry[0]), gated(*(now[v] for v in inputs))
 
+        start = [given[carried[v]] if v in carried else zeros(v.aval) for v in outputs]
         return jax.lax.while_loop(lambda c: c[0], once, (opaque(jnp.array(True)), start))[1]
 
     all_of_it = looped if lowered else or_batched(looped, gated)
@@ -453,13 +423,11 @@ class SliceRunner:
         return jaxpr_of(lambda *operands: self._run(p, [*operands]), *(v.aval for v in p.slice.inputs))[0]
 
     def _run(self, p: Planned, operands: list[Any]) -> list[Any]:
-        if not isinstance(p.transfer, Chunked):
-            return self._whole(p, operands)
-        loop = looped(p.slice, p.transfer, self._names)
-        return (loop if self._lowered else or_batched(loop, p.slice.run))(*operands)
-
-    def _whole(self, p: Planned, operands: list[Any]) -> list[Any]:
-        s, names, (update, loaded) = p.slice, self._names, self._update_for(p)
+        s, names = p.slice, self._names
+        if isinstance(p.transfer, Chunked):
+            loop = looped(s, p.transfer, names)
+            return (loop if self._lowered else or_batched(loop, s.run))(*operands)
+        update, loaded = self._update_for(p)
         for i in loaded:
             with prefetch(s.inputs[i], names):
                 operands[i] = to_device(operands[i])
@@ -471,9 +439,6 @@ class SliceRunner:
                     results[k] = to_host(results[k])
         return results
 
-    def _is_shared(self, p: Planned) -> bool:
-        return self._times[self._kind.get(id(p))] > 1 and not p.slice.jaxpr.effects
-
     def _update_for(self, p: Planned) -> tuple[Callable[..., list[Any]], Sequence[int]]:
         """Return what a slice does between its transfers, and the places of the operands that it loads."""
         kind = self._kind[id(p)]
@@ -484,6 +449,7 @@ class SliceRunner:
             def update_slice(*args: Any) -> Any:  # the name that profiles show
                 return run(*args)
 
+            shared = self._times[kind] > 1 and not p.slice.jaxpr.effects
             loaded = [i for i, v in enumerate(p.slice.inputs) if v in inner.loads]
-            self._updates[kind] = (jit(update_slice) if self._is_shared(p) else run), loaded
+            self._updates[kind] = (jit(update_slice) if shared else run), loaded
         return self._updates[kind]

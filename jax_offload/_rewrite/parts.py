@@ -136,14 +136,15 @@ def decided(found: Inlined, apart: bool = False) -> Parts:
         elif not apart and (how := hoist.sums_up(step.gradients)):
             stay_behind[at].append(how)
             summing.append(at)
-    own = {*step.own}
-    streaming = {at: Hoist(step.program, at, step.next_of, own=own).streaming() for at in scans if at not in plans}
+    streaming = {
+        at: Hoist(step.program, at, step.next_of, updates=step.own).streaming() for at in scans if at not in plans
+    }
     reread = {at: plan.loads_again for at, plan in {**plans, **streaming}.items() if plan is not None}
     for at in scans:
         if at not in plans and id(step.program.eqns[at]) not in moved:
             read = {v for plan in [*plans.values(), *filter(None, streaming.values())] for v in plan.hosts}
             read |= {v for plan in plans.values() for v in plan.operands}
-            hoist = Hoist(step.program, at, step.next_of, claimed=moved, own=own, read=read, reread=reread)
+            hoist = Hoist(step.program, at, step.next_of, updates=step.own, claimed=moved, read=read, reread=reread)
             plan, why = hoist.into_forward()
             stay_ahead += why
             if plan is not None:

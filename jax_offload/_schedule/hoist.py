@@ -8,11 +8,13 @@ forward pass first reads the new row (``into_forward``), while the state of the 
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import heapq
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from typing import TypeVar
 
 from jax_offload._program.arrays import nbytes
 from jax_offload._program.jaxprs import Atom, DropVar, Equation, Literal, Scan, located, scan_of, variables
@@ -20,10 +22,10 @@ from jax_offload._program.memory import is_host_aval, shards_of, typed_sharding
 from jax_offload._program.primitives import ELEMENTWISE, SHAPES
 from jax_offload._program.program import Program, Var, flat, is_store, load_of
 from jax_offload._program.propagate import NEEDS, Mask, forward, groups, made_of, needed_for, union
-from jax_offload._program.rules import Dependent, Partial, Rows, Where, chunked_dims, rows_after, rows_like
+from jax_offload._program.rules import Dependent, Dim, Rows, Where, chunked_dims, rows_after, rows_like
 from jax_offload._program.slices import Slice, consecutive, slice_of
 from jax_offload._schedule.in_scan import CannotHoist, InScan, Nest
-from jax_offload._schedule.schedule import InIterations, Planned, RowWise, Window, same_type
+from jax_offload._schedule.schedule import InIterations, Planned, Window, same_type
 
 PIPELINED = "; jax_offload.pipelined hides it"
 NEEDS_ALL = f"something that needs all gradients, such as their norm, comes before their update{PIPELINED}"
@@ -44,10 +46,11 @@ LEAST_ROW = 2**16  # bytes: smaller rows are updated faster together, after the 
 _PLACED = frozenset(("dynamic_update_slice", "scatter", "scatter-add", "pad"))  # a row among zeros
 _HEAVY = frozenset(("scan", "while", "dot_general", "conv_general_dilated"))
 
+T = TypeVar("T")
 Places = dict[Var, Rows | None]  # where the rows of a variable are
 Makers = Mapping[Var, tuple[int, Equation]]
 Dims = list[Rows | None]  # the same of an equation's operands
-DimsOf = Callable[[Equation, Mapping[Var, Rows | None]], Dims | None]
+DimsOf = Callable[[Equation, Places], Dims | None]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,9 +62,8 @@ class Hoist:
       at: the place of the scan among its equations.
       next_of: result -> the leaf of state or parameters whose next value it is.
       waiting: gradient that goes to the host for the next step -> an array there that nothing reads any longer.
+      updates: the equations of the updates, by identity, each with the number of its update.
       claimed: the equations that move elsewhere, by identity.
-      own: the equations of the updates, by identity.
-      updates: the same equations, each with the number of its update.
       read: the variables that scans with other moves read, beyond those in the program's equations.
       reread: place of another scan -> the operands whose rows that scan loads again from host memory.
     """
@@ -70,18 +72,105 @@ class Hoist:
     at: int
     next_of: Mapping[Var, Var]
     waiting: Mapping[Var, Var] = dataclasses.field(default_factory=dict[Var, Var])
-    claimed: Set[int] = frozenset()
-    own: Set[int] = frozenset()
     updates: Mapping[int, int] = dataclasses.field(default_factory=dict[int, int])
+    claimed: Set[int] = frozenset()
     read: Set[Var] = frozenset()
     reread: Mapping[int, Set[Var]] = dataclasses.field(default_factory=dict[int, Set[Var]])
+
+    def into_backward(self) -> tuple[InScan | None, list[str]]:
+        """Plan the moves into the scan that makes the gradients; also return why other updates do not move."""
+        eqns, scan = self.program.eqns, self.scan
+        flow = self._flow()
+        inside = self.claimed | {id(eqn) for group in flow.groups for eqn in group}
+        outside = [v for eqn in eqns if id(eqn) not in inside for v in variables(eqn.invars)]
+        stacked = {*self._results, *self.read, *outside}
+        makers, moves, why, moved = made_by(eqns), list[Planned](), list[str](), set[int]()
+        read, written = set[Var](), set[Var]()
+        for group in flow.groups:
+            own, made = {id(eqn) for eqn in group}, [v for eqn in group for v in eqn.outvars]
+            targets = [v for v in made if v in stacked]
+            if not any((v in self.next_of or v in self.waiting) and self._is_worth_it(v) for v in targets):
+                continue
+            try:
+                taken, needed = closure(makers, {v: flow.rows(v) for v in targets}, self._dims_in(flow, own))
+                move = self._move(taken, needed, targets)
+                reads, writes = {*move.slice.inputs}, {old for old in move.how.buffers if old is not None}
+                if not reads.isdisjoint(written) or not writes.isdisjoint(read):
+                    raise CannotHoist("two gradients change the same leaf; update it with their sum")
+            except (CannotHoist, Dependent) as reason:
+                why.append(self._why(reason))
+                continue
+            moves.append(move)
+            moved |= own
+            read |= reads
+            written |= writes
+        why += dict.fromkeys(flow.blocked[v] for v in self._missed(flow.blocked, moved))
+        if not moves:
+            return None, why
+        moved |= {id(eqn) for eqn in self.nest.merging} if self.nest else set()
+        kept = [y for y in scan.ys if not isinstance(y, DropVar) and (y in stacked or y not in read)]
+        plan = InScan(scan, tuple(moves), tuple(kept), False, frozenset(moved), nest=self.nest)
+        return dataclasses.replace(plan, reread=self._reread({*plan.in_place, *plan.hosts})), why
+
+    def into_forward(self) -> tuple[InScan | None, list[str]]:
+        """Plan the moves into the scan that reads the new parameters; also return why other updates do not move."""
+        scan, nexts = self.scan, dict[Var, list[Var]]()
+        makers = made_by([eqn for eqn in self.program.eqns[: self.at] if id(eqn) not in self.claimed])
+        for v, old in self.next_of.items():
+            nexts.setdefault(old, []).append(v)
+
+        def dims_of(eqn: Equation, needed: Places) -> Dims | None:
+            return pulled(eqn, needed, scan.length, self.updates.keys())
+
+        number, masks = dict[Var, int](), dict[Var, Mask]()  # of the scan's xs, the host leaves that they are made of
+        for x in dict.fromkeys(variables(scan.xs)):
+            with contextlib.suppress(CannotHoist):
+                taken, rows = closure(makers, {x: Rows(0)}, dims_of)
+                hosts = {v for v in rows if is_host_aval(v.aval)}.difference(*(eqn.outvars for eqn in taken))
+                if hosts and any(id(eqn) in self.updates for eqn in taken):
+                    masks[x] = union(1 << number.setdefault(v, len(number)) for v in hosts)
+        moves, why, moved, feeds = list[Planned](), list[str](), set[int](), set[Var]()
+        for xs in alike([*masks], [*masks.values()]):
+            wanted = Places.fromkeys(xs, Rows(0))
+            try:
+                taken, rows = closure(makers, wanted, dims_of)
+                # with every leaf of the state its next value
+                while more := {v: d for old, d in rows.items() if d for v in nexts.get(old, ()) if v not in wanted}:
+                    wanted |= more
+                    taken, rows = closure(makers, wanted, dims_of)
+                inside = {id(eqn) for eqn in taken} - self._also_before(taken)
+                made = [v for eqn in taken if id(eqn) in inside for v in eqn.outvars]
+                if not {*variables([*scan.consts, *scan.init])}.isdisjoint(made):
+                    raise CannotHoist(NEEDED_BEFORE)
+                stacked = {v for v in made if v in self._results or v in self.read or self._read_outside(v, inside)}
+                moves.append(self._move(taken, rows, [v for v in made if v in stacked or v in wanted], ahead=True))
+            except (CannotHoist, Dependent) as reason:
+                why.append(self._why(reason))
+                continue
+            moved |= inside
+            feeds.update(x for x in xs if x not in stacked)
+        if not moves:
+            return None, why
+        plan = InScan(scan, tuple(moves), tuple(scan.ys), True, frozenset(moved), frozenset(feeds), nest=self.nest)
+        if self.nest and not self.nest.hands_on(plan.fed):
+            return None, [*why, self._why(CannotHoist(IN_GROUPS))]
+        return plan, why
+
+    def streaming(self) -> InScan | None:
+        """Plan to load by rows the host leaves that the scan reads, if no update moves into it."""
+        again = self._reread(set())
+        kept = tuple(y for y in self.scan.ys if not isinstance(y, DropVar))
+        gone = frozenset(map(id, self.nest.merging)) if self.nest else frozenset[int]()
+        return InScan(self.scan, (), kept, True, gone, reread=again, nest=self.nest) if again else None
+
+    # ---- what the policies ask
 
     @functools.cached_property
     def scan(self) -> Scan:
         """The scan, flattened if it is a nest."""
         return self._outer if self.nest is None else self.nest.flattened
 
-    @functools.cached_property
+    @property
     def _outer(self) -> Scan:
         scan = scan_of(self.program.eqns[self.at])
         assert scan is not None
@@ -91,26 +180,25 @@ class Hoist:
     def nest(self) -> Nest | None:
         """The scan over groups of layers and the one inside it, where the step has reshaped stacks to groups."""
         outer, made, eqns = self._outer, made_by(self.program.eqns), self.program.eqns
-        makers = [(x, made[x][1]) for x in variables(outer.xs) if x in made]
-        grouping = {x: eqn for x, eqn in makers if _groups(eqn, x, eqn.invars)}
+        makers = {x: made[x][1] for x in variables(outer.xs) if x in made}
+        grouping = {x: eqn for x, eqn in makers.items() if _groups(eqn, x, eqn.invars)}
         if not grouping:
             return None
-        body, places = flat(outer.body, opens=lambda _: True), {y: self._readers.get(y, []) for y in outer.ys}
-        readers = [(y, eqns[places[y][0]]) for y in outer.ys if len(places[y]) == 1 and y not in self._results]
-        merging = {y: eqn for y, eqn in readers if _groups(eqn, y, eqn.outvars)}
+        body = flat(outer.body, opens=lambda _: True)
         row_of = dict(zip(outer.ys, body.outputs[len(outer.init) :], strict=True))
+        readers = {y: [eqns[k] for k in self._readers.get(y, ())] for y in outer.ys if y not in self._results}
+        merging = {y: eqn for y, (eqn, *more) in readers.items() if not more and _groups(eqn, y, eqn.outvars)}
         input_of = dict(zip(outer.xs[::-1], body.inputs[::-1], strict=False))
-        wanted = {*variables(row_of[y] for y in merging)} if merging else {input_of[x] for x in grouping if self.own}
+        wanted = variables(row_of[y] for y in merging) if merging else [input_of[x] for x in grouping if self.updates]
         for at, eqn in enumerate(body.eqns):
             inner = scan_of(eqn)
-            if inner is None or wanted.isdisjoint(inner.ys if merging else variables(inner.xs)):
+            if inner is None or {*wanted}.isdisjoint(inner.ys if merging else variables(inner.xs)):
                 continue
             if inner.reverse != outer.reverse or body.effects:
                 return None
             merging = {y: eqn for y, eqn in merging.items() if row_of[y] in inner.ys}
-            before, _, after = consecutive(
-                [body.eqns[:at], [eqn], body.eqns[at + 1 :]], body.outputs, body.debug_info, {}
-            )
+            parts = [body.eqns[:at], [eqn], body.eqns[at + 1 :]]
+            before, _, after = consecutive(parts, body.outputs, body.debug_info, {})
             layers = {y: eqn.outvars[0] for y, eqn in merging.items()}
             names = {row_of[y]: layer for y, layer in layers.items()}
             layers |= {x: v for x, eqn in grouping.items() if isinstance(v := eqn.invars[0], Var)}
@@ -118,167 +206,95 @@ class Hoist:
             return Nest(outer, inner, body, before, after, layers, [*grouping.values()], [*merging.values()])
         return None
 
-    def into_backward(self) -> tuple[InScan | None, list[str]]:
-        """Plan the moves into the scan that makes the gradients; also return why other updates do not move."""
-        eqns, scan, ys = self.program.eqns, self.scan, {*self.scan.ys}
-        flow = _flow(eqns, scan, self.at, self.claimed)
-        stay = [eqn for eqn in eqns if id(eqn) not in self.claimed]
-        stacked = {*self._results, *self.read}
-        stacked.update(v for eqn in stay if id(eqn) not in flow.eqns for v in variables(eqn.invars))
-        used = stacked | {v for eqn in stay for v in variables(eqn.invars)}
-        makers, together = made_by(eqns), dict[int, list[Equation]]()
-        kept_apart = [eqn for eqn in eqns if id(eqn) in flow.eqns]
-        for eqn, number in zip(kept_apart, groups([flow.eqns[id(eqn)] for eqn in kept_apart]), strict=True):
-            together.setdefault(number, []).append(eqn)
-        moves, why, moved, inside = list[Planned](), list[str](), set[int](), set[Var]()
-        read, written = set[Var](), set[Var]()
+    @functools.cached_property
+    def _results(self) -> frozenset[Var]:
+        return frozenset(variables(self.program.outputs))
 
-        @functools.cache
-        def others(numbers: frozenset[int]) -> Set[Var]:
-            return made_of(eqns, lambda eqn: self.updates.get(id(eqn)) not in (None, *numbers))
-
-        for group in together.values():
-            own = {id(eqn) for eqn in group}
-            made = [v for eqn in group for v in eqn.outvars]
-            targets = [v for v in made if (v in flow.dims and v in stacked) or (v in flow.partial and v in used)]
-            if not any((v in self.next_of or v in self.waiting) and self._is_worth_it(v) for v in targets):
-                continue
-
-            numbers = frozenset(self.updates[k] for k in own if k in self.updates)
-
-            def dims_of(
-                eqn: Equation, needed: Mapping[Var, Rows | None], own: Set[int] = own, numbers: frozenset[int] = numbers
-            ) -> Dims | None:
-                if id(eqn) in own:
-                    return flow.of(eqn)
-                if self.updates.get(id(eqn)) not in numbers and not others(numbers).isdisjoint(eqn.outvars):
-                    return None  # the results of another update are read, and not made again
-                return pulled(eqn, needed, scan.length)
-
-            try:
-                taken, needed = closure(makers, {v: flow.dims.get(v) for v in targets}, dims_of)
-                move = self._move(taken, targets, needed)
-            except (CannotHoist, Dependent) as reason:
-                why.append(located(_words(reason), self.program.eqns[self.at]))
-                continue
-            reads, writes = {*move.slice.inputs}, {old for old in move.how.buffers if old is not None}
-            if not reads.isdisjoint(written) or not writes.isdisjoint(read):
-                why.append(
-                    located("two gradients change the same leaf; update it with their sum", self.program.eqns[self.at])
-                )
-                continue
-            moves.append(move)
-            moved |= own
-            inside |= reads & ys
-            read |= reads
-            written |= writes
-        why += dict.fromkeys(flow.blocked[v] for v in self._missed(flow.blocked, moved))
-        dropped = {v for v in scan.ys if isinstance(v, DropVar)}
-        kept = frozenset(y for y in scan.ys if y in stacked or y not in inside) - dropped
-        if not moves:
-            return None, why
-        moved |= {id(eqn) for eqn in self.nest.merging} if self.nest else set()
-        kept_ys = tuple(y for y in scan.ys if y in kept)
-        plan = InScan(scan, tuple(moves), kept_ys, False, frozenset(moved), nest=self.nest)
-        again = self._reread({*plan.in_place, *plan.hosts})
-        return dataclasses.replace(plan, reread=again), why
-
-    def into_forward(self) -> tuple[InScan | None, list[str]]:
-        """Plan the moves into the scan that reads the new parameters; also return why other updates do not move."""
-        scan, eqns = self.scan, [eqn for eqn in self.program.eqns[: self.at] if id(eqn) not in self.claimed]
-
-        def dims_of(eqn: Equation, needed: Mapping[Var, Rows | None]) -> Dims | None:
-            return pulled(eqn, needed, scan.length, self.own)
-
-        makers, nexts = made_by(eqns), dict[Var, list[Var]]()
-        for v, old in self.next_of.items():
-            nexts.setdefault(old, []).append(v)
-        hosts_of = dict[Var, set[Var]]()  # of the scan's xs -> the host leaves that it is made of
-        for x in dict.fromkeys(variables(scan.xs)):
-            try:
-                taken, rows = closure(makers, {x: Rows(0)}, dims_of)
-            except CannotHoist:
-                continue
-            made = {v for eqn in taken for v in eqn.outvars}
-            hosts = {v for v in rows if is_host_aval(v.aval) and v not in made}
-            if hosts and any(id(eqn) in self.own for eqn in taken):
-                hosts_of[x] = hosts
-        number = {v: k for k, v in enumerate({v for hosts in hosts_of.values() for v in hosts})}
-        group = groups([sum(1 << number[v] for v in hosts) for hosts in hosts_of.values()])
-        moves, why, moved, feeds = list[Planned](), list[str](), set[int](), set[Var]()
-        for which in sorted({*group}):
-            xs = [x for x, g in zip(hosts_of, group, strict=True) if g == which]
-            wanted: Places = dict.fromkeys(xs, Rows(0))
-            try:
-                while True:  # with every leaf of the state its next value
-                    taken, rows = closure(makers, wanted, dims_of)
-                    more = {v: d for old, d in rows.items() if d for v in nexts.get(old, ()) if v not in wanted}
-                    if not more:
-                        break
-                    wanted |= more
-                move, inside, fed = self._feeding(taken, rows, xs, wanted)
-            except (CannotHoist, Dependent) as reason:
-                why.append(located(_words(reason), self.program.eqns[self.at]))
-                continue
-            moves.append(move)
-            moved |= inside
-            feeds |= fed
-        if not moves:
-            return None, why
-        updated = {v for move in moves for v in move.slice.outputs}
-        fed = {k: x for k, x in enumerate(scan.xs) if not isinstance(x, Literal) and x in updated}
-        if self.nest and not self.nest.hands_on(fed):
-            return None, [*why, located(IN_GROUPS, self.program.eqns[self.at])]
-        kept = tuple(scan.ys)
-        return InScan(scan, tuple(moves), kept, True, frozenset(moved), frozenset(feeds), fed, nest=self.nest), why
-
-    def streaming(self) -> InScan | None:
-        """Plan to load by rows the host leaves that the scan reads, if no update moves into it."""
-        again = self._reread(set())
-        kept = tuple(y for y in self.scan.ys if not isinstance(y, DropVar))
-        gone = frozenset(map(id, self.nest.merging)) if self.nest else frozenset[int]()
-        return InScan(self.scan, (), kept, True, gone, reread=again, nest=self.nest) if again else None
-
-    def _reread(self, moving: Set[Var]) -> dict[int, Planned]:
-        """Map the number of one of the scan's ``xs`` to how its rows are made of rows of leaves that move in the scan:
-        of operands that it overwrites, and of leaves on the host. It loads again what the step has stored there."""
-        found, scan, eqns = dict[int, Planned](), self.scan, self.program.eqns[: self.at]
-        copies = {v: (k, load_of(eqn)) for k, eqn in enumerate(eqns) if is_store(eqn) for v in variables(eqn.invars)}
-        makers = {**made_by(eqns), **copies}
-        for k, x in enumerate(scan.xs):
-            if isinstance(x, Literal) or is_host_aval(x.aval):
-                continue
-            try:
-                taken, needed = closure(makers, {x: Rows(0)}, lambda eqn, needed: self._remade(eqn, needed, moving))
-            except CannotHoist:
-                continue
-            s = slice_of(taken, [x], self.program.debug_info, self.program.shards)
-            leads = [v for v in s.inputs if v in moving or is_host_aval(v.aval)]
-            large = any(v in moving or nbytes(v.aval) >= scan.length * LEAST_ROW for v in leads)
-            few = sum(nbytes(v.aval) for v in s.loads) <= 2 * nbytes(x.aval)
-            if not large or not few or not all(map(needed.get, leads)) or not s.core.loads.issuperset(s.loads):
-                continue
-            if s.loads and any(needed[v] and v not in moving and not is_host_aval(v.aval) for v in s.inputs):
-                continue  # with rows on the device beside them it is new parameters, which are on the device too
-            rows = needed[leads[0]]
-            if rows is None or any(self._is_divided(v, needed[v]) for v in s.loads):
-                continue
-            dims = tuple(needed[v] for v in s.inputs)
-            how = InIterations(leads[0].aval.shape, rows.dim, dims, (Rows(0),), (None,), ahead=True)
-            found[k] = Planned(s, how, ROWS)
+    @functools.cached_property
+    def _readers(self) -> Mapping[Var, list[int]]:
+        """Map each variable to the places of the equations that read it."""
+        found = dict[Var, list[int]]()
+        for k, eqn in enumerate(self.program.eqns):
+            for v in variables(eqn.invars):
+                found.setdefault(v, []).append(k)
         return found
 
-    def _remade(self, eqn: Equation, needed: Mapping[Var, Rows | None], moving: Set[Var]) -> Dims | None:
-        """Return where an equation's operands have their rows, if the rows of its results can be made again."""
-        dims = pulled(eqn, needed, self.scan.length)
-        if dims is None or any(v in moving or is_host_aval(v.aval) or v in self._results for v in eqn.outvars):
-            return None
-        return dims
+    def _read_outside(self, v: Var, inside: Set[int]) -> bool:
+        """Whether an equation other than the scan and those ``inside`` reads a variable, as a whole."""
+        others = (k for k in self._readers.get(v, ()) if k != self.at and v not in self.reread.get(k, ()))
+        return any(id(self.program.eqns[k]) not in inside for k in others)
+
+    def _is_worth_it(self, v: Var) -> bool:
+        """Whether it is worth moving a leaf's update: always for a leaf on the host, else if its rows are large."""
+        return is_host_aval(v.aval) or nbytes(v.aval) >= self.scan.length * LEAST_ROW
 
     def _is_divided(self, v: Var, d: Rows | None) -> bool:
         """Whether the rows of a variable are divided between devices."""
         shards = self.program.shards.get(v) or shards_of(typed_sharding(v.aval), v.aval.shape)
         return d is not None and shards[d.dim] > 1
+
+    def _why(self, why: CannotHoist | Dependent | str, *eqns: Equation) -> str:
+        """A reason, with the line of one of these equations, or else of the scan."""
+        if isinstance(why, Dependent):
+            why = f"its update does not keep layers apart: {why}; keep it on the device with select="
+        return located(str(why), *eqns, self.program.eqns[self.at])
+
+    # ---- behind the scan that makes the gradients
+
+    def _flow(self) -> _Flow:
+        """Follow the rows of the scan's stacked results."""
+        scan, eqns = self.scan, list[Equation]()
+        ys = [y for y in scan.ys if not isinstance(y, DropVar) and y.aval.shape[0] == scan.length]
+        flow, bits = _Flow(dict.fromkeys(ys, Rows(0))), {y: 1 << i for i, y in enumerate(ys)}
+        later, of_rows = {*scan.carry, *scan.ys}, {*scan.ys}
+        for eqn in self.program.eqns[self.at + 1 :]:
+            ins = variables(eqn.invars)
+            late = [v for v in ins if v in later]
+            if not late:
+                continue
+            later.update(eqn.outvars)
+            of_rows.update(() if of_rows.isdisjoint(ins) else eqn.outvars)
+            rows = [v for v in ins if isinstance(flow.dims.get(v), Rows)]
+            if not rows or id(eqn) in self.claimed:
+                continue
+            try:
+                if others := {*late}.difference(rows):
+                    raise CannotHoist(OF_THE_SCAN if of_rows.isdisjoint(others) else NEEDS_ALL)
+                found = flow.after(eqn, scan.length, later)
+            except (CannotHoist, Dependent) as why:
+                if eqn.primitive.name not in _HEAVY:
+                    flow.blocked.update(dict.fromkeys(rows, self._why(why, eqn)))
+                continue
+            if None not in found:
+                eqns.append(eqn)
+                flow.dims.update(zip(eqn.outvars, found, strict=True))
+                bits.update(dict.fromkeys(eqn.outvars, union(bits[v] for v in rows)))
+        flow.groups.extend(alike(eqns, [bits[eqn.outvars[0]] for eqn in eqns]))
+        return flow
+
+    def _dims_in(self, flow: _Flow, own: Set[int]) -> DimsOf:
+        """What tells where equations have their rows: the ``own`` ones of the flow, and cheap ones for other operands.
+        The results of another update are read, and not made again."""
+        numbers = {self.updates[k] for k in own if k in self.updates}
+        others = made_of(self.program.eqns, lambda eqn: self.updates.get(id(eqn)) not in {None, *numbers})
+
+        def dims_of(eqn: Equation, needed: Places) -> Dims | None:
+            if id(eqn) in own:
+                return [flow.rows(v) for v in eqn.invars]
+            theirs = self.updates.get(id(eqn)) not in numbers and not others.isdisjoint(eqn.outvars)
+            return None if theirs else pulled(eqn, needed, self.scan.length)
+
+        return dims_of
+
+    def _missed(self, blocked: Iterable[Var], moved: Set[int]) -> list[Var]:
+        """Return the blocked variables that hold back a leaf worth moving; a value only logged holds back none."""
+        bits = {v: 1 << k for k, v in enumerate(blocked)}
+        needs, found = dict(bits), 0
+        for eqn in self.program.eqns[self.at + 1 :]:
+            if id(eqn) not in moved and id(eqn) not in self.claimed:
+                needs.update((v, needs.get(v, 0) | m) for v, m in zip(eqn.outvars, forward(eqn, needs), strict=True))
+                found |= union(needs[v] for v in eqn.outvars if v in self.next_of and self._is_worth_it(v))
+        return [v for v, bit in bits.items() if bit & found]
 
     def sums_up(self, gradients: Sequence[Var]) -> str:
         """Say why gradients are sums that the scan carries out of its last iteration; empty where they are not.
@@ -296,69 +312,11 @@ class Hoist:
         needs, maker = NEEDS.spread(body.eqns, carried), {v: eqn for eqn in body.eqns for v in eqn.outvars}
         made = [v for k in sums if not isinstance(v := body.outvars[k], Literal) and needs.get(v, 0) & ~(1 << k)]
         if not made:
-            return located(MICROBATCHES, self.program.eqns[self.at])
+            return self._why(MICROBATCHES)
         added = [maker[x] for v in made for x in variables(maker[v].invars) if x in maker]
-        by_index = any(eqn.primitive.name in _PLACED for eqn in added)
-        return located(BY_INDEX if by_index else SHARED, self.program.eqns[self.at])
+        return self._why(BY_INDEX if any(eqn.primitive.name in _PLACED for eqn in added) else SHARED)
 
-    @functools.cached_property
-    def _results(self) -> frozenset[Var]:
-        return frozenset(variables(self.program.outputs))
-
-    @functools.cached_property
-    def _old(self) -> Set[Var]:
-        return {*self.next_of.values()}
-
-    @functools.cached_property
-    def _before_rows(self) -> Set[Var]:
-        """What the scan needs before its first iteration."""
-        return {*variables([*self.scan.consts, *self.scan.init])}
-
-    @functools.cached_property
-    def _readers(self) -> Mapping[Var, list[int]]:
-        """Map each variable to the places of the equations that read it."""
-        found = dict[Var, list[int]]()
-        for k, eqn in enumerate(self.program.eqns):
-            for v in variables(eqn.invars):
-                found.setdefault(v, []).append(k)
-        return found
-
-    @functools.cached_property
-    def _read_whole(self) -> Set[Var]:
-        return {*self.scan.ys, *variables(self.scan.consts)}
-
-    def _is_worth_it(self, v: Var) -> bool:
-        """Whether it is worth moving a leaf's update: always for a leaf on the host, else if its rows are large."""
-        return is_host_aval(v.aval) or nbytes(v.aval) >= self.scan.length * LEAST_ROW
-
-    def _missed(self, blocked: Iterable[Var], moved: Set[int]) -> list[Var]:
-        """Return the blocked variables that hold back a leaf worth moving; a value only logged holds back none."""
-        bits = {v: 1 << k for k, v in enumerate(blocked)}
-        needs, found = dict(bits), 0
-        for eqn in self.program.eqns[self.at + 1 :]:
-            if id(eqn) not in moved and id(eqn) not in self.claimed:
-                needs.update((v, needs.get(v, 0) | m) for v, m in zip(eqn.outvars, forward(eqn, needs), strict=True))
-                found |= union(needs[v] for v in eqn.outvars if v in self.next_of and self._is_worth_it(v))
-        return [v for v, bit in bits.items() if bit & found]
-
-    def _feeding(
-        self, taken: list[Equation], rows: Places, xs: Sequence[Var], wanted: Places
-    ) -> tuple[Planned, frozenset[int], frozenset[Var]]:
-        """Return the move of equations that make rows for the scan, the equations that leave their place, and the
-        results that only the scan reads."""
-        inside = {id(eqn) for eqn in taken} - self._also_before(taken)
-        made = [v for eqn in taken if id(eqn) in inside for v in eqn.outvars]
-        if not self._before_rows.isdisjoint(made):
-            raise CannotHoist(NEEDED_BEFORE)
-        stacked = {v for v in made if v in self._results or v in self.read or self._read_outside(v, inside)}
-        move = self._move(taken, [v for v in made if v in stacked or v in wanted], rows, ahead=True)
-        return move, frozenset(inside), frozenset(v for v in xs if v not in stacked)
-
-    def _read_outside(self, v: Var, inside: Set[int]) -> list[int]:
-        """The places of the equations that read a variable, other than the scan and those that are ``inside``."""
-        eqns, reread = self.program.eqns, self.reread
-        others = [k for k in self._readers.get(v, ()) if v not in reread.get(k, ())]
-        return [k for k in others if k != self.at and id(eqns[k]) not in inside]
+    # ---- ahead of the scan that reads the parameters
 
     def _also_before(self, taken: list[Equation]) -> set[int]:
         """Return which of the moving equations also stay in place, because a norm that the others wait for needs them.
@@ -366,34 +324,51 @@ class Hoist:
         Raises:
           CannotHoist: they are expensive, or load a leaf from the host.
         """
-        twice, eqns, scan = set[int](), self.program.eqns, self.scan
-        while True:
-            inside = {id(eqn) for eqn in taken} - twice
-            made = [v for eqn in taken if id(eqn) in inside for v in eqn.outvars]
-            if not any(k < self.at for v in made for k in self._read_outside(v, inside)):
-                return twice
-            moving = [eqn for eqn in taken if id(eqn) in inside]
-            reads = variables([*scan.consts, *scan.init, *scan.xs, *(v for eqn in moving for v in eqn.invars)])
-            before, _ = needed_for(eqns[: self.at], reads, lambda eqn, inside=inside: id(eqn) not in inside)
-            found, _ = needed_for(moving, {v for eqn in before for v in variables(eqn.invars)})
-            if not found:
-                return twice
-            if not all(_may_run_twice(eqn) for eqn in found) or any(
-                is_host_aval(v.aval) for e in found for v in e.invars
-            ):
-                raise CannotHoist(NEEDED_BEFORE)
-            twice |= {id(eqn) for eqn in found}
+        inside, scan = {id(eqn) for eqn in taken}, self.scan
+        reads = variables([*scan.consts, *scan.init, *scan.xs, *(v for eqn in taken for v in eqn.invars)])
+        before, _ = needed_for(self.program.eqns[: self.at], reads, lambda eqn: id(eqn) not in inside)
+        twice, _ = needed_for(taken, {v for eqn in before for v in variables(eqn.invars)})
+        if any(not _may_run_twice(eqn) or any(is_host_aval(v.aval) for v in eqn.invars) for eqn in twice):
+            raise CannotHoist(NEEDED_BEFORE)
+        return {id(eqn) for eqn in twice}
 
-    def _move(
-        self, eqns: list[Equation], targets: Sequence[Var], needed: Mapping[Var, Rows | None], *, ahead: bool = False
-    ) -> Planned:
+    def _reread(self, moving: Set[Var]) -> dict[int, Planned]:
+        """Map the number of one of the scan's ``xs`` to how its rows are made of rows of leaves that move in the scan:
+        of operands that it overwrites, and of leaves on the host. It loads again what the step has stored there."""
+        found, scan, eqns = dict[int, Planned](), self.scan, self.program.eqns[: self.at]
+        copies = {v: (k, load_of(eqn)) for k, eqn in enumerate(eqns) if is_store(eqn) for v in variables(eqn.invars)}
+        makers = {**made_by(eqns), **copies}
+
+        def dims_of(eqn: Equation, needed: Places) -> Dims | None:
+            at_hand = any(v in moving or is_host_aval(v.aval) or v in self._results for v in eqn.outvars)
+            return None if at_hand else pulled(eqn, needed, scan.length)
+
+        for k, x in enumerate(scan.xs):
+            if isinstance(x, Literal) or is_host_aval(x.aval):
+                continue
+            with contextlib.suppress(CannotHoist, Dependent):
+                taken, needed = closure(makers, {x: Rows(0)}, dims_of)
+                leads = {v for v in needed if v in moving or is_host_aval(v.aval)}
+                if not any(v in moving or nbytes(v.aval) >= scan.length * LEAST_ROW for v in leads):
+                    continue
+                move = self._move(taken, needed, [x], ahead=True)
+                loads, rows = move.slice.loads, {v for v in move.slice.inputs if needed[v]}
+                few = sum(nbytes(v.aval) for v in loads) <= 2 * nbytes(x.aval)
+                # with rows on the device beside loads it is new parameters, which are on the device too
+                if few and leads <= rows and (leads == rows or not loads):
+                    found[k] = move
+        return found
+
+    # ---- a move
+
+    def _move(self, eqns: list[Equation], needed: Places, targets: list[Var], *, ahead: bool = False) -> Planned:
         """Make the move of some equations.
 
         Raises:
           CannotHoist, Dependent: the equations do not keep rows apart.
         """
         program, scan = self.program, self.scan
-        s = slice_of(eqns, list(targets), program.debug_info, program.shards)
+        s = slice_of(eqns, targets, program.debug_info, program.shards)
         dims = tuple(needed[v] for v in s.inputs)
         if any(needed[v] is None for v in s.loads):
             raise CannotHoist(
@@ -411,25 +386,26 @@ class Hoist:
         out_dims = tuple(chunked_dims(s.core.jaxpr, list(dims), Where(scan.length, shape, axis)))
         if any(d is None or (isinstance(d, Rows) and d.per_row > 1) for d in out_dims):
             raise CannotHoist(MERGED)
-        how = InIterations(shape, axis, dims, out_dims, (None,) * len(out_dims), ahead=ahead)
-        return Planned(s, dataclasses.replace(how, buffers=self._buffers(s, how)), ROWS)
+        how = InIterations(shape, axis, dims, out_dims, self._buffers(s, dims, out_dims), ahead=ahead)
+        return Planned(s, how, ROWS)
 
-    def _buffers(self, s: Slice, how: RowWise) -> tuple[Var | None, ...]:
+    def _buffers(self, s: Slice, dims: Sequence[Dim], out_dims: Sequence[Dim]) -> tuple[Var | None, ...]:
         """Choose where each result is written: over its old value, or over the array that waited in its place."""
-        dims, taken = dict(zip(s.inputs, how.dims, strict=True)), set[Var]()
+        rows_of, read_whole = dict(zip(s.inputs, dims, strict=True)), {*self.scan.ys, *variables(self.scan.consts)}
+        nexts = {v: self.next_of[v] for v, d in zip(s.outputs, out_dims, strict=True)
+                 if v in self.next_of and rows_of.get(self.next_of[v]) == d}  # fmt: skip
+        reuse = {v: old for v, old in {**nexts, **self.waiting}.items() if old not in read_whole}
+        found, taken = list[Var | None](), set[Var]()
         # arrays that the scan reads as a whole are needed until its end
-        free = [v for v in s.inputs if v not in self._read_whole and v not in self._old]
-        found: list[Var | None] = []
-        for v, d in zip(s.outputs, how.out_dims, strict=True):
-            old = self.next_of.get(v, self.waiting.get(v))
-            if old is not None and v not in self.waiting and (old not in dims or dims[old] != d):
-                old = None
-            if old is not None and (old in taken or old in self._read_whole or not same_type(old.aval, v.aval)):
+        free = [v for v in s.inputs if v not in read_whole and v not in {*self.next_of.values()}]
+        for v, d in zip(s.outputs, out_dims, strict=True):
+            old = reuse.get(v)
+            if old is not None and (old in taken or not same_type(old.aval, v.aval)):
                 old = None
             if old is None and isinstance(d, Rows) and v in self._results and not is_host_aval(v.aval):
                 # new parameters that are made of an update after it: in place of the operand that is like them, and of
                 # a gradient that is divided further (ZeRO-1) rather the parameter
-                like_it = [x for x in free if x not in taken and dims[x] == d and same_type(x.aval, v.aval)]
+                like_it = [x for x in free if x not in taken and rows_of[x] == d and same_type(x.aval, v.aval)]
                 old = min(like_it, key=lambda x: math.prod(s.shards.get(x, ())), default=None)
             if old is None and is_host_aval(v.aval):
                 raise CannotHoist(
@@ -440,79 +416,55 @@ class Hoist:
         return tuple(found)
 
 
-@dataclasses.dataclass
+# ---- where rows are
+
+
+@dataclasses.dataclass(frozen=True)
 class _Flow:
     """Where the rows of a scan's stacked results go.
 
     Attributes:
-      dims: the values made of them that still have rows, and the arrays made elsewhere that enter the same equations.
-      partial: reductions over all rows.
-      known: the arrays made elsewhere: known before the scan, or at least without it.
-      eqns: by identity, the equations that keep the rows apart, with the bits of the stacked results they come from.
-      bits: for each variable the stacked results that it is made of.
+      dims: where the rows of the values made of them are, or that these are reductions over all rows.
+      known: the same of the arrays made elsewhere that enter the same equations.
+      groups: the equations that keep the rows apart; those of different groups share no stacked result.
       blocked: variable -> why its rows go no further; only variables that lead to no other loop or matmul.
     """
 
-    dims: dict[Var, Rows]
-    bits: dict[Var, Mask]
-    partial: dict[Var, Partial] = dataclasses.field(default_factory=dict[Var, Partial])
-    known: dict[Var, Rows] = dataclasses.field(default_factory=dict[Var, Rows])
-    eqns: dict[int, Mask] = dataclasses.field(default_factory=dict[int, Mask])
+    dims: dict[Var, Dim]
+    known: Places = dataclasses.field(default_factory=Places)
+    groups: list[list[Equation]] = dataclasses.field(default_factory=list[list[Equation]])
     blocked: dict[Var, str] = dataclasses.field(default_factory=dict[Var, str])
 
-    def of(self, eqn: Equation) -> Dims:
-        """Where the rows of an equation's operands are."""
-        return [None if isinstance(v, Literal) else self.dims.get(v, self.known.get(v)) for v in eqn.invars]
+    def rows(self, v: Atom) -> Rows | None:
+        """Where a variable has its rows."""
+        found = None if isinstance(v, Literal) else self.dims.get(v, self.known.get(v))
+        return found if isinstance(found, Rows) else None
+
+    def after(self, eqn: Equation, size: int, later: Set[Var]) -> Sequence[Dim]:
+        """Where the results of an equation have their rows. ``later``: what cannot be known before the scan has run.
+
+        Raises:
+          CannotHoist, Dependent: it does not keep the rows apart.
+        """
+        first = next(v for v in variables(eqn.invars) if isinstance(self.dims.get(v), Rows))
+        rows, shape = self.rows(first), first.aval.shape
+        assert rows is not None
+        others = [v for v in variables(eqn.invars) if v not in later]
+        known = {v: d for v in others if (d := rows_like(v.aval, shape, rows.dim)) is not None}
+        if any(self.known.get(v, d) != d for v, d in known.items()) or (known and rows.per_row > 1):
+            raise CannotHoist(MERGED)
+        dims = [None if isinstance(v, Literal) else known.get(v, self.rows(v)) for v in eqn.invars]
+        found = rows_after(eqn, dims, Where(size, shape, rows.dim))
+        self.known.update(known if None not in found else {})
+        return found
 
 
-def _flow(eqns: Sequence[Equation], scan: Scan, at: int, claimed: Set[int]) -> _Flow:
-    ys = [y for y in scan.ys if not isinstance(y, DropVar) and y.aval.shape[0] == scan.length]
-    flow = _Flow({y: Rows(0) for y in ys}, {y: 1 << i for i, y in enumerate(ys)})
-    later = {*scan.carry, *scan.ys}  # the values that cannot be known before the scan has run
-    of_rows = {*scan.ys}
-    for eqn in eqns[at + 1 :]:
-        ins = variables(eqn.invars)
-        if not any(v in later for v in ins):
-            continue
-        later.update(eqn.outvars)
-        of_rows.update(eqn.outvars if any(v in of_rows for v in ins) else ())
-        rows = [v for v in ins if v in flow.bits and v in flow.dims]
-        if not rows or id(eqn) in claimed:
-            continue
-        if others := [v for v in ins if v in later and v not in rows]:
-            if eqn.primitive.name not in _HEAVY:
-                why = NEEDS_ALL if any(v in of_rows for v in others) else OF_THE_SCAN
-                flow.blocked.update(dict.fromkeys(rows, located(why, eqn, eqns[at])))
-            continue
-        shape, dim = rows[0].aval.shape, flow.dims[rows[0]]
-        known = {v: d for v in ins if v not in later and (d := rows_like(v.aval, shape, dim.dim)) is not None}
-        if any(flow.known.get(v, d) != d for v, d in known.items()) or (known and dim.per_row > 1):
-            flow.blocked.update(dict.fromkeys(rows, located(MERGED, eqn, eqns[at])))
-            continue
-        dims = [None if isinstance(v, Literal) else flow.dims.get(v, known.get(v)) for v in eqn.invars]
-        try:
-            out = rows_after(eqn, dims, Where(scan.length, shape, dim.dim))
-        except Dependent as why:
-            if eqn.primitive.name not in _HEAVY:
-                flow.blocked.update(dict.fromkeys(rows, located(_words(why), eqn, eqns[at])))
-            continue
-        if any(d is None for d in out):
-            continue
-        flow.known.update(known)
-        flow.eqns[id(eqn)] = bits = union(flow.bits[v] for v in rows)
-        for v, d in zip(eqn.outvars, out, strict=True):
-            flow.bits[v] = bits
-            if isinstance(d, Partial):
-                flow.partial[v] = d
-            elif d is not None:
-                flow.dims[v] = d
-    return flow
-
-
-def _words(why: CannotHoist | Dependent) -> str:
-    if isinstance(why, CannotHoist):
-        return str(why)
-    return f"its update does not keep layers apart: {why}; keep it on the device with select="
+def alike(items: Sequence[T], masks: Sequence[Mask]) -> list[list[T]]:
+    """Group the items whose masks share a bit, directly or through others."""
+    found = dict[int, list[T]]()
+    for item, number in zip(items, groups(masks), strict=True):
+        found.setdefault(number, []).append(item)
+    return [*found.values()]
 
 
 def _groups(eqn: Equation, groups: Var, layers: Sequence[Atom]) -> bool:
