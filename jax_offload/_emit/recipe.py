@@ -90,14 +90,16 @@ def _update(traced: Traced, given: Options, updates: Any, state: Any, params: An
     names = [keystr(path, simple=True, separator="/") for path, _ in leaves_with_paths(state)]
     own, named = traced.of_inputs(rank), traced.of_inputs([None] * traced.starts[1] + names)
     return Update(
-        program,
-        tuple(v for i in sorted(range(len(backward)), key=backward.__getitem__) if (v := traced.inputs[i]) is not None),
-        _take_turns(given, updates, produced.constrained),
-        named | {new: named[old] for new, old in next_values.items() if old in named},
-        next_values,
-        traced.claims,
-        own,
-        is_manual(),
+        program=program,
+        gradients=tuple(
+            v for i in sorted(range(len(backward)), key=backward.__getitem__) if (v := traced.inputs[i]) is not None
+        ),
+        take_turns=_take_turns(given, updates, produced.constrained),
+        names=named | {new: named[old] for new, old in next_values.items() if old in named},
+        next_values=next_values,
+        claims=traced.claims,
+        rank=own,
+        manual=is_manual(),
         backward=produced.backward,
         ordered=produced.order is not None,
     )

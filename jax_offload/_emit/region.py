@@ -28,6 +28,7 @@ from jax_offload._program.jaxprs import (
     Jaxpr,
     Literal,
     holds,
+    holds_inside,
     inner_of,
     jax_fun,
     jaxpr_of,
@@ -39,9 +40,9 @@ from jax_offload._program.memory import is_host_aval
 from jax_offload._program.primitives import guarded, is_loop
 from jax_offload._program.private import lowered, nonzero, set_rules, zero_tangent
 from jax_offload._program.program import Builder, Program, Var, expanded, flat, without_round_trips
-from jax_offload._schedule.after import Backward, schedules_of
+from jax_offload._schedule.after import Recipe, schedules_of
 from jax_offload._schedule.in_scan import InScan
-from jax_offload._schedule.schedule import Claim, Planned, Schedule, apart
+from jax_offload._schedule.schedule import Planned, Schedule
 
 
 class UpdatedOnCores(ValueError):
@@ -55,39 +56,21 @@ class UpdatedOnCores(ValueError):
         )
 
 
-@dataclasses.dataclass(frozen=True, eq=False, repr=False)
-class Update:
+@dataclasses.dataclass(frozen=True, eq=False, repr=False, kw_only=True)
+class Update(Recipe):
     """A traced update that is not emitted yet.
 
     Attributes:
-      program: the usual recipe (load all, update, store all).
-      gradients: its operands that are gradients, in the order of the backward pass, which the trace around it knows.
-      take_turns: whether its gradients may wait for each other.
       names: the names of the state's leaves and of their next values.
-      next_values: result -> the argument whose next value it is.
-      claims: the claims of the offloads in it.
-      rank: leaf of the state -> its place in the order of the backward pass.
-      manual: whether it was traced inside ``shard_map``.
       wide: whether it was traced with types of 64 bits; jax may lower it where they are off.
-      backward: the passes that made its gradients, where only gates in the update hold them back.
       stays: why leaves are not updated within the passes, forward and backward; only ``jax_offload.jit`` asks.
-      gated: whether each of its slices runs by itself, between gates of the passes.
       ordered: whether the trace around it tells in what order its gradients are made; if not, ``rank`` is
         guessed from paths.
     """
 
-    program: Program
-    gradients: tuple[Var, ...]
-    take_turns: bool
     names: Names
-    next_values: Mapping[Var, Var]
-    claims: Sequence[Claim]
-    rank: Mapping[Var, int]
-    manual: bool
     wide: bool = dataclasses.field(default_factory=lambda: bool(jax.config.jax_enable_x64))  # pyright: ignore
-    backward: Backward | None = None
     stays: tuple[str, ...] = ()
-    gated: bool = False
     ordered: bool = True
 
     def __repr__(self) -> str:  # a jaxpr prints its parameters
@@ -96,11 +79,7 @@ class Update:
     @functools.cached_property
     def passes(self) -> Sequence[Schedule]:
         """The schedules of its passes over the host leaves."""
-        return schedules_of(
-            self.program, self.next_values, apart(self.claims, self.program.inputs), lambda v: self.rank.get(v, -1),
-            manual=self.manual, backward=self.backward, gradients=self.gradients, take_turns=self.take_turns,
-            gated=self.gated,
-        )  # fmt: skip
+        return schedules_of(self)
 
     @property
     def operands(self) -> list[Var]:
@@ -388,8 +367,8 @@ def in_one_scan(step: Any) -> bool:
         return False  # each group of layers is recomputed, and concurrent graphs would keep all groups
     if sum(nbytes(v.aval) for v in hosts[0].hosts) < LEAST_ROWS * hosts[0].scan.length:
         return False
-    inside = [each for eqn in step.jaxpr.eqns for each in _bodies(eqn)]
-    return not any(holds(eqn, is_loop) for eqn in inside) and not _use_buffers_again(step.jaxpr.eqns)
+    nested = any(holds(eqn, lambda e: is_loop(e) and holds_inside(e, is_loop)) for eqn in step.jaxpr.eqns)
+    return not nested and not _use_buffers_again(step.jaxpr.eqns)
 
 
 def _use_buffers_again(eqns: Sequence[Equation]) -> bool:
@@ -407,40 +386,21 @@ def _use_buffers_again(eqns: Sequence[Equation]) -> bool:
     return any(end < begin for _, end in lives for begin, _ in lives)
 
 
-def _bodies(eqn: Equation) -> Iterator[Equation]:
-    """The equations in the loops of an equation."""
-    for inner in inner_of(eqn):
-        for each in inner.jaxpr.eqns:
-            yield from [each] if is_loop(eqn) else _bodies(each)
-
-
 def kept_on_host(step: Any) -> list[bool] | None:
     """For each argument of a step's closed jaxpr, whether an update keeps it in host memory, wherever it arrives.
 
     ``None`` where there is no update in the step.
     """
     found = updates_in(step)
-    kept = {
-        v
-        for each in found
-        if isinstance(each.update, Update)
-        for new, old in each.update.next_values.items()
-        if is_host_aval(new.aval)
-        for v in each.inputs_of([old])
-    }
+    updates = [(each, each.update.next_values) for each in found if isinstance(each.update, Update)]
+    host = [(each, old) for each, nexts in updates for new, old in nexts.items() if is_host_aval(new.aval)]
+    kept = {v for each, old in host for v in each.inputs_of([old])}
     return [v in kept for v in step.jaxpr.invars] if found else None
 
 
-_MOVES = (
-    "device_put",
-    "sharding_constraint",
-    "reshard",
-    "copy",
-    "optimization_barrier",
-    "jax_offload_donation",
-    READ.name,
-)
-
+_MOVES = frozenset("device_put sharding_constraint reshard copy optimization_barrier jax_offload_donation".split()) | {
+    READ.name
+}
 _CALLS = ("jit", "pjit", "closed_call", "custom_jvp_call")
 
 

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -22,9 +22,20 @@ from jax_offload._program.memory import is_host_aval
 from jax_offload._program.primitives import PLACED
 from jax_offload._program.private import equation_of, equations_of_trace, is_result, variable_of
 from jax_offload._program.program import Program, flat
-from jax_offload._program.propagate import Mask, forward, needed_for, union
-from jax_offload._program.slices import Pass, Slice, consecutive, cut, repeats_effects
-from jax_offload._schedule.schedule import Claim, Gate, OnCores, Planned, Schedule, Whole, Window, buffers, transfer_of
+from jax_offload._program.propagate import forward, needed_for, union
+from jax_offload._program.slices import Slice, consecutive, cut, repeats_effects
+from jax_offload._schedule.schedule import (
+    Claim,
+    Gate,
+    OnCores,
+    Planned,
+    Schedule,
+    Whole,
+    Window,
+    apart,
+    buffers,
+    transfer_of,
+)
 
 # ---- what a trace tells about gradients: their order, and the passes that make them
 
@@ -47,8 +58,7 @@ class Backward:
     scaled: bool
 
 
-@dataclasses.dataclass(frozen=True)
-class Produced:
+class Produced(NamedTuple):
     """How a trace produces gradients. The backward pass is traced in the order in which they appear.
 
     Attributes:
@@ -75,15 +85,12 @@ def production_of(gradients: Sequence[Any]) -> Produced:
             known.update(v for eqn in eqns for v in eqn.outvars)
             traces += 1
     outputs = [variable_of(gradients[k]) for k in traced]
-    program = Program([], outputs, eqns, [], DebugInfo("jit", "gradients", None, None))
-    program = flat(program.closed, any_call=True)
-    made: dict[Var, int] = {}
-    fills = set[Var]()  # arrays of one number, which say nothing about the gradient beside them
+    program = flat(Program([], outputs, eqns, [], DebugInfo("jit", "gradients", None, None)).closed, any_call=True)
+    made, fills = dict[Var, int](), set[Var]()  # arrays of one number say nothing about the gradient beside them
     for k, eqn in enumerate(program.eqns):
         for v in eqn.outvars:
             arrays = _viewed(eqn, v)
-            if arrays == []:
-                fills.add(v)
+            fills.update([v] if arrays == [] else [])
             made[v] = max((made[x] for x in arrays or () if x in made and x not in fills), default=k)
     at = {k: made[v] for k, v in zip(traced, program.outputs, strict=True) if isinstance(v, Var) and v in made}
     large = [v for v in variables(program.outputs) if _size(v) >= LARGE]
@@ -166,93 +173,82 @@ FLOPS_PER_BYTE = 24000
 PUT_OFF = "or XLA would put off the matmuls that make the gradients; jax_offload.jit can hide these transfers"
 
 
-def schedules_of(
-    program: Program,
-    next_of: Mapping[Var, Var],
-    claims: Sequence[Claim],
-    rank: Callable[[Var], int],
-    *,
-    manual: bool,
-    backward: Backward | None = None,
-    gradients: Sequence[Var] = (),
-    take_turns: bool = False,
-    gated: bool = False,
-) -> list[Schedule]:
+@dataclasses.dataclass(frozen=True, eq=False, repr=False, kw_only=True)
+class Recipe:
+    """A traced update, and everything that decides its plan.
+
+    Attributes:
+      program: the usual recipe (load all, update, store all).
+      gradients: its operands that are gradients, in the order of the backward pass, which the trace around it knows.
+      take_turns: whether its gradients may wait for each other.
+      next_values: result -> the argument whose next value it is.
+      claims: the claims of the offloads in it.
+      rank: leaf of the state -> its place in the order of the backward pass.
+      manual: whether it was traced inside ``shard_map``.
+      backward: the passes that made its gradients, where only gates in the update hold them back.
+      gated: whether each of its slices runs by itself, between gates of the passes.
+    """
+
+    program: Program
+    gradients: tuple[Var, ...]
+    take_turns: bool
+    next_values: Mapping[Var, Var]
+    claims: Sequence[Claim]
+    rank: Mapping[Var, int]
+    manual: bool
+    backward: Backward | None = None
+    gated: bool = False
+
+
+def schedules_of(recipe: Recipe) -> list[Schedule]:
     """Plan the slices of a traced update. Slices larger than their window go in chunks if their rows can be kept apart.
 
     Scalars that need the state get a pass of their own, ahead of the other one, if that lowers the memory on the
     device.
-
-    Args:
-      program: the usual recipe (load all, update, store all) as a program.
-      next_of: result -> the operand whose next value it is.
-      claims: the offloads; every host leaf belongs to one of them.
-      rank: a host leaf's place in the order of the backward pass.
-      manual: whether the update is traced inside ``shard_map``.
-      backward: the passes through the network, if only gates in the update hold them back.
-      gradients: operands of the program, in the order of the backward pass.
-      take_turns: whether gradients may wait for each other.
-      gated: whether each slice runs by itself, between gates of the passes.
     """
-    best: tuple[int, list[tuple[Pass, list[Planned], Mapping[Var, Var] | None]]] | None = None
+    claims, next_of = apart(recipe.claims, recipe.program.inputs), recipe.next_values
     on_cores = frozenset[Var]().union(*(claim.on_cores for claim in claims))  # and with them all of their slices
-    moved = sum(nbytes(v.aval) for claim in claims for v in claim.leaves - on_cores)
+    best: tuple[int, list[tuple[Slice, list[Planned], Mapping[Var, Var] | None]]] | None = None
     for scalars_ahead in False, True:
-        passes = cut(program, scalars_ahead)
-        if scalars_ahead and repeats_effects(program, passes):
+        passes = cut(recipe.program, scalars_ahead)
+        if scalars_ahead and repeats_effects(recipe.program, passes):
             break
         of = {id(s): _claim(s, claims) for each in passes for s in each.slices}
         streamed = [s for each in passes for s in each.slices if on_cores.isdisjoint(s.loads)]
-        ungated = {*gradients} & {*passes[0].prelude.inputs}
-        own_loop = "" if manual else _own_loop(program, moved, streamed, claims, backward, ungated)
+        own_loop = _own_loop(recipe, claims, streamed, {*recipe.gradients} & {*passes[0].prelude.inputs})
         carried = [_carried(each.slices, next_of) if own_loop else None for each in passes]
         if any(each.slices and loop is None for each, loop in zip(passes, carried, strict=True)):
             own_loop, carried = "", [None for _ in passes]
-        windows = {
-            c: _window(c, [s.loaded_bytes for s in streamed if of[id(s)] is c], program, own_loop, gated)
-            for c in claims
-        }
-        found, most, enough = [list[Planned]() for _ in passes], 0, True
-        for each, planned in zip(passes, found, strict=True):
+        windows = {c: _window(recipe, c, [s for s in streamed if of[id(s)] is c], own_loop) for c in claims}
+        found, most, enough = list[tuple[Slice, list[Planned], Mapping[Var, Var] | None]](), 0, True
+        for each, loop in zip(passes, carried, strict=True):
+            found.append((each.prelude, [], loop))
             for s in each.slices:
                 window, large = windows[of[id(s)]]
                 stays, fits = not on_cores.isdisjoint(s.loads), s.loaded_bytes <= window.nbytes
                 how = OnCores() if stays else Whole() if fits else transfer_of(s, next_of, window.nbytes)
-                planned.append(p := Planned(s, how, window))
+                found[-1][1].append(p := Planned(s, how, window, _token(s, next_of)))
                 most, enough = max(most, p.bytes_at_once), enough and p.bytes_at_once <= large
-        if best is None or most < best[0]:
-            best = most, [*zip(passes, found, carried, strict=True)]
+        best = (most, found) if best is None or most < best[0] else best
         if enough:
             break
     assert best is not None  # the loop has tried at least one way
     schedules, before = list[Schedule](), tuple[Var, ...]()
-    for each, unordered, loop in best[1]:
-        ordered = sorted(unordered, key=lambda p: min(map(rank, p.slice.loads), default=0))
-        ordered = [dataclasses.replace(p, token=_token(p.slice, next_of)) for p in ordered]
-        first = in_turn(each.prelude, gradients) if take_turns or gated else (each.prelude,)
-        schedules.append(Schedule(each.prelude, first, tuple(_gated(ordered, {*gradients}, before)), loop))
-        before = ordered[-1].token if ordered else before
+    for prelude, planned, loop in best[1]:
+        planned.sort(key=lambda p: min((recipe.rank.get(v, -1) for v in p.slice.loads), default=0))
+        first = in_turn(prelude, recipe.gradients) if recipe.take_turns or recipe.gated else (prelude,)
+        schedules.append(Schedule(prelude, first, tuple(_gated(planned, {*recipe.gradients}, before)), loop))
+        before = planned[-1].token if planned else before
     return schedules
 
 
 def _claim(s: Slice, claims: Sequence[Claim]) -> Claim:
     """The offload that streams a slice: among those that have leaves in it, the one with the smallest window."""
-    loads = set(s.loads)
-    return min(
-        (c for c in claims if loads & c.leaves),
-        key=lambda c: math.inf if c.options.window is None else c.options.window,
-        default=claims[0],
-    )
+    own = [c for c in claims if not c.leaves.isdisjoint(s.loads)]
+    return min(own, key=lambda c: math.inf if c.options.window is None else c.options.window, default=claims[0])
 
 
-def _own_loop(
-    program: Program,
-    moved: int,
-    streamed: Sequence[Slice],
-    claims: Sequence[Claim],
-    backward: Backward | None,
-    ungated: Set[Var],
-) -> str:
+def _own_loop(recipe: Recipe, claims: Sequence[Claim], streamed: Sequence[Slice], ungated: Set[Var]) -> str:
     """Say why no slice can run among the matmuls of the backward pass; return an empty string if slices can.
 
     XLA's scheduler runs everything as late as the copies allow. The memory that this costs is bounded if all gradients
@@ -263,48 +259,42 @@ def _own_loop(
     Where arrays are sharded, XLA's scheduler sees collectives anyway, and may also see small pieces. A gather (ZeRO-1)
     is a collective itself, beside which nothing would run.
     """
+    program, backward = recipe.program, recipe.backward
+    on_cores = frozenset[Var]().union(*(claim.on_cores for claim in claims))
+    moved = sum(nbytes(v.aval) for claim in claims for v in claim.leaves - on_cores)
     is_divided = any(math.prod(shards) > 1 for shards in program.shards.values())
-    if is_divided and any(eqn.primitive.name in PLACED - {"device_put"} for eqn in program.eqns):
+    gathers = is_divided and any(eqn.primitive.name in PLACED - {"device_put"} for eqn in program.eqns)
+    if recipe.manual or gathers:
         return ""
     if backward is not None and 2 * backward.held > moved:
         late = backward.scaled or any(math.prod(v.aval.shape) >= LARGE for v in ungated)
         if late or backward.flops > FLOPS_PER_BYTE * moved:
             return PUT_OFF
     given = any(c.leaves and c.options.window is not None for c in claims)
-    is_small = 0 < _usual([s.loaded_bytes for s in streamed]) < LEAST_HIDDEN
-    return SMALL_PIECES if is_small and not is_divided and not given else ""
+    return SMALL_PIECES if 0 < _usual(streamed) < LEAST_HIDDEN and not is_divided and not given else ""
 
 
-def _window(claim: Claim, sizes: Sequence[int], program: Program, own_loop: str, gated: bool) -> tuple[Window, int]:
-    """Choose the window for slices of these sizes, and the most bytes at once that need no pass of their own."""
+def _window(recipe: Recipe, claim: Claim, streamed: Sequence[Slice], own_loop: str) -> tuple[Window, int]:
+    """Choose the window for the slices of an offload, and the most bytes at once that need no pass of their own."""
     if (given := claim.options.window) is not None:
-        return Window(given, "as given", own_loop=own_loop), given
-    state = sum(nbytes(v.aval) // math.prod(program.shards.get(v, ())) for v in claim.leaves)
-    default, usual = default_window(state), _usual(sizes)
-    largest = min(_large(state), state // GATED_SHARE) if gated else default.nbytes
-    fits = usual <= max(largest, default.nbytes)
-    chosen = Window(5 * usual // 2, "two and a half of its usual pieces") if fits else default
+        return Window(given, "as given", own_loop), given
+    state = sum(nbytes(v.aval) // math.prod(recipe.program.shards.get(v, ())) for v in claim.leaves)
+    large, small = max(DEFAULT_WINDOW, state // DEFAULT_SHARE), max(LEAST_WINDOW, state // SMALL_SHARE)
+    default, usual = min(large, small), _usual(streamed)
+    if usual <= max(default, min(large, state // GATED_SHARE) if recipe.gated else 0):
+        chosen = Window(5 * usual // 2, "two and a half of its usual pieces", own_loop)
+    elif small < large:
+        chosen = Window(small, "an eighth of the state" if small > LEAST_WINDOW else "1 MiB, the least", own_loop)
+    else:
+        share = "a 32nd of the state" if large > DEFAULT_WINDOW else "256 MiB"
+        chosen = Window(large, f"{share}, less than its usual pieces", own_loop)
     # An embedding may be larger than the window, up to twice what a small model's may be.
-    most = max(chosen.nbytes, min(_large(state), 2 * default.nbytes))
-    return dataclasses.replace(chosen, own_loop=own_loop), most
+    return chosen, max(chosen.nbytes, min(large, 2 * default))
 
 
-def default_window(state: int) -> Window:
-    """The window for slices that are larger than it, given the bytes of host leaves on one device."""
-    large, small = _large(state), max(LEAST_WINDOW, state // SMALL_SHARE)
-    if small < large:
-        return Window(small, "an eighth of the state" if small > LEAST_WINDOW else "1 MiB, the least")
-    share = "a 32nd of the state" if large > DEFAULT_WINDOW else "256 MiB"
-    return Window(large, f"{share}, less than its usual pieces")
-
-
-def _large(state: int) -> int:
-    return max(DEFAULT_WINDOW, state // DEFAULT_SHARE)
-
-
-def _usual(sizes: Sequence[int]) -> int:
+def _usual(slices: Sequence[Slice]) -> int:
     """The size of a usual slice, in bytes of host leaves on one device: slices up to it hold most of the state."""
-    sizes = sorted(sizes)
+    sizes = sorted(s.loaded_bytes for s in slices)
     return next((n for n, so_far in zip(sizes, accumulate(sizes), strict=True) if so_far >= USUAL * sum(sizes)), 0)
 
 
@@ -320,25 +310,18 @@ def _gated(slices: Sequence[Planned], gradients: Set[Var], before: tuple[Var, ..
       gradients: the operands that the backward pass makes.
       before: the values for which the first loads wait.
     """
-    sizes = [p.bytes_at_once for p in slices]
-    done = 0
+    sizes, done = [p.bytes_at_once for p in slices], 0
     for k, p in enumerate(slices):
-        stored = _must_be_back(sizes, k, p.window.nbytes)
+        stored, in_flight = k - 1, sizes[k]  # the last slice that must be stored before this one is loaded
+        while stored >= 0 and in_flight + sizes[stored] <= p.window.nbytes:
+            in_flight += sizes[stored]
+            stored -= 1
         yield from slices[done : stored + 1]
         done = max(done, stored + 1)
         awaited = slices[k if p.in_chunks else done].slice.inputs if p.in_chunks or done < k else []
         room = slices[stored].token if stored >= 0 else before
         yield Gate(tuple(p.slice.loads), (*(v for v in awaited if v in gradients), *room))
     yield from slices[done:]
-
-
-def _must_be_back(sizes: Sequence[int], k: int, window: int) -> int:
-    """The last slice that must be stored before slice ``k`` is loaded; -1 if there is none."""
-    i, in_flight = k, 0
-    while i >= 0 and (i == k or in_flight + sizes[i] <= window):
-        in_flight += sizes[i]
-        i -= 1
-    return i
 
 
 def _token(s: Slice, next_of: Mapping[Var, Var]) -> tuple[Var, ...]:
@@ -381,8 +364,8 @@ def in_turn(prelude: Slice, gradients: Sequence[Var]) -> tuple[Slice | Gate, ...
       prelude: the slice that a pass runs first.
       gradients: operands of the update, in the order of the backward pass.
     """
-    needs: dict[Var, Mask] = {v: 1 << i for i, v in enumerate(gradients)}
-    parts: list[list[Equation]] = [[] for _ in range(len(gradients) + 2)]  # none, one after the other, several
+    needs = {v: 1 << i for i, v in enumerate(gradients)}
+    parts = [list[Equation]() for _ in range(len(gradients) + 2)]  # none, one after the other, several
     for eqn in prelude.jaxpr.eqns:
         mask = union(forward(eqn, needs))
         needs.update(dict.fromkeys(eqn.outvars, mask))  # of an equation that stands in one part, such as a cond
@@ -390,18 +373,11 @@ def in_turn(prelude: Slice, gradients: Sequence[Var]) -> tuple[Slice | Gate, ...
     if prelude.jaxpr.effects or sum(map(bool, parts[1:-1])) < 2:
         return (prelude,)
     slices = consecutive(parts, prelude.outputs, prelude.jaxpr.debug_info, prelude.shards)
-    found: list[Slice | Gate] = []
-    used: list[Var] = []
+    found, used = list[Slice | Gate](), tuple[Var, ...]()
     for gradient, part in zip([None, *gradients, None], slices, strict=True):
         if part.jaxpr.eqns:
-            if gradient is not None and used:
-                found.append(Gate((gradient,), tuple(used)))
-            found.append(part)
-            used = used if gradient is None else _small(part, gradient) or used
+            found += [Gate((gradient,), used), part] if gradient is not None and used else [part]
+            if gradient is not None:  # a result that is tiny beside the gradient, such as its part of a sum
+                few = max(32, math.prod(gradient.aval.shape))
+                used = tuple(v for v in part.outputs if 32 * math.prod(v.aval.shape) <= few)[:1] or used
     return tuple(found)
-
-
-def _small(s: Slice, gradient: Var) -> list[Var]:
-    """A result that is tiny beside the gradient from which it is made, such as a part of a sum."""
-    few = [v for v in s.outputs if 32 * math.prod(v.aval.shape) <= max(32, math.prod(gradient.aval.shape))]
-    return few[:1]
