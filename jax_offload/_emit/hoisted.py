@@ -48,8 +48,8 @@ def scanned(plan: InScan, env: Mapping[Var, Any], names: Names) -> dict[Var, Any
         hand.loaded, init = together((hand.loaded, init))
         hand.new |= {v: x for v, x in hand.loaded.items() if v in hand.new}
     if plan.nest is None:
-        here = Place(scan, plan.kept, plan.fed, {k: k for k in plan.reread})
-        carried, ys, hand = emitter.loop(here, consts, init, xs, hand)
+        layers = Layers(scan, plan.kept, plan.fed, {k: k for k in plan.reread})
+        carried, ys, hand = emitter.loop(layers, consts, init, xs, hand)
     else:
         carried, ys, hand = emitter.nested(plan.nest, consts, init, xs, hand)
     emitter.buffers.exchange(hand.wholes, hand.new, scan.length - 1 - first_row(scan), [], 0)
@@ -87,7 +87,7 @@ Looped = tuple[list[Any], list[Any], Hand]  # a scan's final carry, its stacked 
 
 
 @dataclasses.dataclass(frozen=True)
-class Place:
+class Layers:
     """A scan over layers, or over the layers of one group of a nest.
 
     Attributes:
@@ -131,14 +131,14 @@ class Emitter:
             new[v] = zeros(jax.eval_shape(lambda v=v: self.buffers.load(wholes, v, 0))) if blank is None else blank
         return Hand(wholes, loaded, new)
 
-    def loop(self, here: Place, consts: Sequence[Any], init: list[Any], xs: Mapping[int, Any], hand: Hand) -> Looped:
+    def loop(self, layers: Layers, consts: Sequence[Any], init: list[Any], xs: Mapping[int, Any], hand: Hand) -> Looped:
         """Run a scan with the updates inside, from these values on."""
-        scan = here.scan
+        scan = layers.scan
 
         def iteration(state: Any, rows: Any) -> Any:
             k, carried, hand = state
-            carried, produced = self.iteration(here, consts, k, carried, rows, hand)
-            return (k + 1, carried, hand), [produced[y] for y in here.kept]
+            carried, produced = self.iteration(layers, consts, k, carried, rows, hand)
+            return (k + 1, carried, hand), [produced[y] for y in layers.kept]
 
         # in a forward pass, the update of the second unrolled iteration would wait for the stores of the first
         unroll = 1 if self.plan.ahead else scan.unroll
@@ -147,24 +147,24 @@ class Emitter:
         return carried, ys, hand
 
     def iteration(
-        self, here: Place, consts: Sequence[Any], k: Any, carried: Any, rows: Any, hand: Hand
+        self, layers: Layers, consts: Sequence[Any], k: Any, carried: Any, rows: Any, hand: Hand
     ) -> tuple[list[Any], dict[Var, Any]]:
         """Run iteration ``k``, with ``rows`` of the scan's ``xs``; return what it carries on, and its rows."""
-        plan, scan, buffers = self.plan, here.scan, self.buffers
+        plan, scan, buffers = self.plan, layers.scan, self.buffers
         # XLA writes the counter's next value when every copy that reads it is done, so they read the minimum, which is
         # the counter too. The first iteration's ``before`` and the last one's ``after`` are clamped by the copies.
-        i = here.start + scan.length - 1 - k if scan.reverse else here.start + jnp.minimum(k, scan.length)
+        i = layers.start + scan.length - 1 - k if scan.reverse else layers.start + jnp.minimum(k, scan.length)
         before, after = (i + 1, i - 1) if scan.reverse else (i - 1, i + 1)
         on_device = [*plan.in_place, *plan.new]
         own = dict(zip(on_device, read_once([buffers.read(v, hand.wholes[v], i) for v in on_device]), strict=True))
         own |= {v: buffers.read(v, x, i) for v, x in self.others.items()}
-        given, is_first = own | hand.loaded, here.begins & (k == 0)
+        given, is_first = own | hand.loaded, layers.begins & (k == 0)
         if plan.ahead:
             made = self.update(hand, given, i, is_first)
-            fed = Values((v, made[v]) for v in here.fed.values())
+            fed = Values((v, made[v]) for v in layers.fed.values())
             fed, hand.new, carried = together((fed, hand.new, carried))
-            rows |= {j: jax.lax.squeeze(fed[v], (0,)) for j, v in here.fed.items()}
-        rows |= {j: jax.lax.squeeze(self.reread(n, given, i[None]), (0,)) for j, n in here.again.items()}
+            rows |= {j: jax.lax.squeeze(fed[v], (0,)) for j, v in layers.fed.items()}
+        rows |= {j: jax.lax.squeeze(self.reread(n, given, i[None]), (0,)) for j, n in layers.again.items()}
         operands = [*plan.body.consts, *consts, *carried, *(rows[j] for j in range(len(scan.xs)))]
         values = dict(zip(plan.body.inputs, operands, strict=True))
         then = self.arithmetic(values, hand, i if plan.ahead else before, after)
@@ -262,8 +262,8 @@ class Emitter:
             env.update(zip(nest.before.outputs, nest.before.run(*(env[v] for v in nest.before.inputs)), strict=True))
             own_consts, init, own_xs = inner.parted(values_of(env, inner.eqn.invars))
             given = {j: x for j, x in enumerate(own_xs) if j not in fed and j not in again}
-            here = Place(inner, kept, fed, again, start=group * n, begins=group == order[0])
-            made, ys, hand = self.loop(here, own_consts, init, given, hand)
+            layers = Layers(inner, kept, fed, again, start=group * n, begins=group == order[0])
+            made, ys, hand = self.loop(layers, own_consts, init, given, hand)
             env.update(zip([*inner.carry, *(in_body[y] for y in kept)], [*made, *ys], strict=True))
             env.update(zip(nest.after.outputs, nest.after.run(*(env[v] for v in nest.after.inputs)), strict=True))
             carried = values_of(env, body.outputs[: len(outer.init)])
@@ -274,7 +274,7 @@ class Emitter:
 
 
 def _on(platforms: Sequence[str], run: Callable[..., Any], x: Any) -> Any:
-    """Return ``run(x)`` on these platforms and ``x`` elsewhere."""
+    """Return ``run(x)`` on these platforms and ``x`` elsewlayers."""
     return jax.lax.platform_dependent(x, **dict.fromkeys(platforms, run), default=lambda x: x)
 
 

@@ -392,13 +392,13 @@ class Hoist:
     def _buffers(self, s: Slice, dims: Sequence[Dim], out_dims: Sequence[Dim]) -> tuple[Var | None, ...]:
         """Choose where each result is written: over its old value, or over the array that waited in its place."""
         rows_of, read_whole = dict(zip(s.inputs, dims, strict=True)), {*self.scan.ys, *variables(self.scan.consts)}
-        nexts = {v: self.next_of[v] for v, d in zip(s.outputs, out_dims, strict=True)
-                 if v in self.next_of and rows_of.get(self.next_of[v]) == d}  # fmt: skip
+        made = dict(zip(s.outputs, out_dims, strict=True))
+        nexts = {v: old for v, old in self.next_of.items() if rows_of.get(old) == made.get(v)}
         reuse = {v: old for v, old in {**nexts, **self.waiting}.items() if old not in read_whole}
         found, taken = list[Var | None](), set[Var]()
         # arrays that the scan reads as a whole are needed until its end
         free = [v for v in s.inputs if v not in read_whole and v not in {*self.next_of.values()}]
-        for v, d in zip(s.outputs, out_dims, strict=True):
+        for v, d in made.items():
             old = reuse.get(v)
             if old is not None and (old in taken or not same_type(old.aval, v.aval)):
                 old = None
