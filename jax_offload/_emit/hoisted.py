@@ -274,7 +274,7 @@ class Emitter:
 
 
 def _on(platforms: Sequence[str], run: Callable[..., Any], x: Any) -> Any:
-    """Return ``run(x)`` on these platforms and ``x`` elsewlayers."""
+    """Return ``run(x)`` on these platforms and ``x`` elsewhere."""
     return jax.lax.platform_dependent(x, **dict.fromkeys(platforms, run), default=lambda x: x)
 
 
