@@ -186,8 +186,9 @@ class Hoist:
             return None
         body = flat(outer.body, opens=lambda _: True)
         row_of = dict(zip(outer.ys, body.outputs[len(outer.init) :], strict=True))
-        readers = {y: [eqns[k] for k in self._readers.get(y, ())] for y in outer.ys if y not in self._results}
-        merging = {y: eqn for y, (eqn, *more) in readers.items() if not more and _groups(eqn, y, eqn.outvars)}
+        places = {y: self._readers.get(y, []) for y in outer.ys if y not in self._results}
+        readers = {y: eqns[ks[0]] for y, ks in places.items() if len(ks) == 1}
+        merging = {y: eqn for y, eqn in readers.items() if _groups(eqn, y, eqn.outvars)}
         input_of = dict(zip(outer.xs[::-1], body.inputs[::-1], strict=False))
         wanted = variables(row_of[y] for y in merging) if merging else [input_of[x] for x in grouping if self.updates]
         for at, eqn in enumerate(body.eqns):
