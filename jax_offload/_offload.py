@@ -144,8 +144,7 @@ def offload(
       >>> optax.tree.get(state, "mu")["w"].sharding.memory_kind
       'pinned_host'
     """
-    if isinstance(inner, Offloaded):
-        raise TypeError(arguments.NESTED)
+    arguments.check_not_nested(inner)
     if isinstance(inner, optax.MultiSteps):
         inner = inner.gradient_transformation()
     arguments.check_inner(inner)
@@ -162,7 +161,7 @@ def offload(
     home = Home()
 
     def init_fn(params: optax.Params) -> optax.OptState:
-        arguments.check_not_within_offload()
+        arguments.check_not_nested()
         arguments.check_params(params)
         own = arguments.shardings_of(params)
 
@@ -209,7 +208,7 @@ def offload(
         **extra_args: Any,
     ) -> tuple[optax.Updates, optax.OptState]:
         skip = checked_skip(skip)
-        arguments.check_not_within_offload()
+        arguments.check_not_nested()
         state, in_files = opened(state)
         state, params = arguments.from_host(state, params)
         arguments.check_no_state("updates", updates)

@@ -43,6 +43,18 @@ def test_to_device_and_back():
         assert_equal(back, state)
 
 
+def test_a_resident_state_that_is_moved_is_committed():
+    """Its count too, as every step returns it, so that the second step does not compile again."""
+    p = params()
+    tx, resident = jo.offload(optax.adamw(1e-3), min_bytes=0), optax.adamw(1e-3).init(p)
+    assert not resident[0].count.committed
+    state, step = jo.to_host(tx, resident, p), jax.jit(tx.update)
+    assert all(x.committed for x in jax.tree.leaves(state))
+    for _ in range(2):
+        _, state = step(p, state, p)
+    assert step._cache_size() == 1
+
+
 def test_to_host_without_params_refuses_to_guess():
     """Moments of another dtype than the parameters tell the parameters' tree, and not their sizes."""
     params = jax.device_put({"w": jnp.ones((256, 512)), "v": jnp.ones((128, 160))}, jax.devices()[0])

@@ -16,66 +16,44 @@ import numpy as np
 import optax
 from jax.core import Tracer
 from jax.sharding import Sharding
-from jax.tree_util import keystr
+from jax.tree_util import keystr, tree_flatten_with_path
 
 from jax_offload._disk.leaves import is_on_disk
 from jax_offload._program import memory
-from jax_offload._program.arrays import by_key, is_array, leaves_with_paths, names_of
-from jax_offload._program.memory import Shardings, devices_of, on_host, same_sharding, sharding_of
+from jax_offload._program.arrays import Offloaded, by_key, is_array, leaves_with_paths, names_of
+from jax_offload._program.memory import Shardings, on_host, same_sharding
 from jax_offload._program.primitives import Home
 from jax_offload._program.private import traces
 from jax_offload._schedule.after import was_on_host
 from jax_offload._state.placement import Leaf
 
-# ---- the one context variable of the package
-#
-# ``init`` and ``update`` have optax's arguments, and what stands between a caller and an ``offload``, a chain, a
-# ``cond`` or ``optax.MultiSteps``, hands on no others. So the facts of ``Around`` are in a context variable.
-
-NESTED = (
-    "inner: there is an offload(...) inside the optimizer that offload wraps. Wrap once: the whole chain, "
-    "jo.offload(optax.chain(clip, adamw)), or the part that has a state, optax.chain(clip, jo.offload(adamw))."
-)
-
 
 @dataclasses.dataclass(frozen=True)
 class Around:
-    """Facts about a trace that its arguments do not show.
+    """Facts about a trace that its arguments do not show."""
 
-    Attributes:
-      shardings: the parameters' shardings by path; ``None``: only their types tell them. With Auto axes no type tells
-        them, and a constraint would be lost at the next branch, whose operands are new variables.
-      runs: whether the traced function is going to run, as far as an ``offload`` knows; a description must not warn.
-      remembers: whether the parameters' shardings are remembered.
-      within_offload: whether an ``offload`` traces its inner optimizer, which must not hold another one.
-      gathered: the options of each ``offload`` whose divided updates a recipe around it gathers; ``None``: each gathers
-        its own.
-      loaded: the values on the device that the step has loaded, each with its origin in host memory; ``None``: it
-        loads what it needs by itself.
-      states: the origins that an update has received as its state.
-    """
-
+    # The parameters' shardings by path; None: only their types tell them. With Auto axes no type tells them, and a
+    # constraint would be lost at the next branch, whose operands are new variables.
     shardings: Shardings | None = None
-    runs: bool = True
-    remembers: bool = True
-    within_offload: bool = False
+    runs: bool = True  # the traced function will run, as far as an offload knows; a description must not warn
+    remembers: bool = True  # the parameters' shardings are remembered
+    within_offload: bool = False  # an offload traces its inner optimizer, which must not hold another one
+    # The options of each offload whose divided updates a recipe around it gathers; None: each gathers its own.
     gathered: list[Any] | None = None
+    # The values on the device that the step has loaded, each with its origin in host memory; None: it loads what it
+    # needs by itself.
     loaded: list[tuple[Any, Any]] | None = None
-    states: list[Any] = dataclasses.field(default_factory=list[Any])
+    states: list[Any] = dataclasses.field(default_factory=list[Any])  # the origins received as an update's state
 
 
 _AROUND: contextvars.ContextVar[Around] = contextvars.ContextVar("jax_offload_around", default=Around())  # noqa: B039
-
-
-def facts() -> Around:
-    """Return the facts about the current trace."""
-    return _AROUND.get()
+facts = _AROUND.get
 
 
 @contextlib.contextmanager
 def within(**changes: Any) -> Iterator[None]:
     """Inside, these facts replace the current ones."""
-    token = _AROUND.set(dataclasses.replace(_AROUND.get(), **changes))
+    token = _AROUND.set(dataclasses.replace(facts(), **changes))
     try:
         yield
     finally:
@@ -83,28 +61,21 @@ def within(**changes: Any) -> Iterator[None]:
 
 
 def described(params: Any = None, *, remember: bool = False) -> contextlib.AbstractContextManager[None]:
-    """A context in which a function is traced only to be read.
-
-    Args:
-      params: parameters with the shardings of the trace; ``None`` for a whole step, whose arguments have shardings.
-      remember: whether each ``offload`` remembers the parameters' shardings.
-    """
+    """Inside, a function is traced only to be read, with the shardings of ``params`` unless its arguments have them."""
     told = {} if params is None else {"shardings": _shardings_in(params)}
     return within(runs=False, remembers=remember, **told)
 
 
-@contextlib.contextmanager
-def loading(states: list[Any]) -> Iterator[None]:
+def loading(states: list[Any]) -> contextlib.AbstractContextManager[None]:
     """Inside, a step computes with what ``load`` returns, and an update streams the origins of these values. Those of
     a state are appended to ``states``."""
-    with within(loaded=list[tuple[Any, Any]](), states=states):
-        yield
+    return within(loaded=list[tuple[Any, Any]](), states=states)
 
 
 def load(x: Any) -> Any:
     """Return ``x`` on the device; ``from_host`` returns it again."""
-    loaded = _AROUND.get().loaded
-    if loaded is None or not memory.on_host(x):
+    loaded = facts().loaded
+    if loaded is None or not on_host(x):
         return x
     loaded.append((memory.to_device(x), x))
     return loaded[-1][0]
@@ -113,75 +84,50 @@ def load(x: Any) -> Any:
 def from_host(state: Any, params: Any) -> tuple[Any, Any]:
     """Return both trees with the values that ``load`` has loaded where they were, in host memory."""
     origins = {id(x): origin for x, origin in facts().loaded or ()}
-    if not origins:
-        return state, params
     facts().states.extend(origins[id(x)] for x in jax.tree.leaves(state) if id(x) in origins)
-    return jax.tree.map(lambda x: origins.get(id(x), x), (state, params))
+    return jax.tree.map(lambda x: origins.get(id(x), x), (state, params)) if origins else (state, params)
 
 
-def check_not_within_offload() -> None:
-    """Raise ``TypeError`` if one ``offload`` stands somewhere inside another."""
-    if _AROUND.get().within_offload:
-        raise TypeError(NESTED)
+# ---- the parameters' shardings, which a trace with Auto axes does not tell
 
 
 def shardings_of(params: Any) -> Shardings:
     """The known shardings of parameters, by path."""
-    given = _AROUND.get().shardings
-    return _shardings_in(params) if given is None else given
+    return _shardings_in(params) if (given := facts().shardings) is None else given
+
+
+def _shardings_in(params: Any) -> Shardings:
+    found = {path: s for path, x in by_key(params).items() if (s := memory.sharding_of(x)) is not None}
+    hosted = {path: s for path, s in found.items() if s.memory_kind == memory.HOST_KIND}
+    return found | {path: memory.with_kind(s, memory.DEVICE_KIND) for path, s in hosted.items()}
 
 
 def without_sharding(params: Any, shardings: Shardings) -> frozenset[str]:
     """The paths of parameters that have no entry in ``shardings`` and might be divided: a description gives them no
     sharding, or a trace tells only that their mesh has several devices."""
-    described = _AROUND.get().shardings is not None
-    missing = {path: x for path, x in by_key(params).items() if path not in shardings and is_array(x)}
-    return frozenset(path for path, x in missing.items() if described or devices_of(x) > 1)
+    missing = [(path, x) for path, x in by_key(params).items() if path not in shardings and is_array(x)]
+    return frozenset(path for path, x in missing if facts().shardings is not None or memory.devices_of(x) > 1)
 
 
-class Remembered:
-    """The parameters' shardings that one ``offload`` remembers: those in eager ``init``, and those given wherever the
-    state's shardings were asked for. A trace with Auto axes does not tell them. ``placement`` shows where they decided.
-    """
-
-    def __init__(self) -> None:
-        self._shardings: dict[str, list[Sharding]] = {}
+class Remembered(dict[str, list[Sharding]]):
+    """The shardings that one ``offload`` has seen its parameters in, in eager ``init`` and descriptions, by path."""
 
     def remember(self, shardings: Shardings) -> None:
-        """Add the shardings of an ``init``'s parameters."""
-        for path, sharding in shardings.items() if _AROUND.get().remembers else ():
-            known = self._shardings.setdefault(path, [])
+        for path, sharding in shardings.items() if facts().remembers else ():
+            known = self.setdefault(path, [])
             if not any(same_sharding(sharding, other) for other in known):
                 known.append(sharding)
 
-    def of(self, path: str) -> Sequence[Sharding]:
-        """All shardings that this parameter has had."""
-        return self._shardings.get(path, ())
-
     def unambiguous(self, params: Any) -> Shardings:
         """The shardings of the parameters that have had only one; with several, a trace may be about any of them."""
-        return {path: found[0] for path in by_key(params) if len(found := self._shardings.get(path, ())) == 1}
-
-
-def _shardings_in(params: Any) -> Shardings:
-    found = {path: s for path, x in by_key(params).items() if (s := sharding_of(x)) is not None}
-    on_device = {path: memory.with_kind(s, memory.DEVICE_KIND) for path, s in found.items()
-                 if s.memory_kind == memory.HOST_KIND}  # fmt: skip
-    return found | on_device
-
-
-# ---- an update outside of any ``jit``
+        return {path: found[0] for path in by_key(params) if len(found := self.get(path, ())) == 1}
 
 
 def compiled_where_eager(like: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Decorate a function so that it is jitted outside a trace. Inside one, and with an argument that cannot be hashed,
-    it runs unchanged.
+    """Decorate a function so that it is jitted outside a trace; with an argument that has no hash, it runs unchanged.
 
     Run equation by equation, an update would be traced anew, and each loop over chunks compiled, at every step.
-
-    Args:
-      like: maps the function's arguments to the parameters, or to values sharded like them. Arrays tell their
-        shardings, and tracers do not.
+    ``like`` maps the arguments to the parameters, or to values sharded like them: only concrete ones tell how.
     """
 
     def decorate(fun: Callable[..., Any]) -> Callable[..., Any]:
@@ -197,10 +143,12 @@ def compiled_where_eager(like: Callable[..., Any]) -> Callable[[Callable[..., An
         @functools.wraps(fun)
         def wrapper(*args: Any, **kwargs: Any) -> Any:
             leaves, treedef = jax.tree.flatten((args, kwargs))
-            operands = [x for x in leaves if _is_operand(x)]
-            given = tuple(None if _is_operand(x) else (type(x), x) for x in leaves)  # True == 1 == 1.0
-            unhashable = not all(x is None or isinstance(x[1], Hashable) for x in given)
-            if unhashable or any(isinstance(x, Tracer) for x in leaves) or traces():
+            # An operand may change at every step, as an array or a float does. An int may be a flag.
+            operands = [x for x in leaves if isinstance(x, (jax.Array, np.ndarray, np.generic, float, complex))]
+            numbers = {id(x) for x in operands}
+            given = tuple(None if id(x) in numbers else (type(x), x) for x in leaves)  # True == 1 == 1.0
+            hashable = all(x is None or isinstance(x[1], Hashable) for x in given)
+            if not hashable or traces() or any(isinstance(x, Tracer) for x in leaves):
                 return fun(*args, **kwargs)
             return run(treedef, given, tuple(_shardings_in(like(*args, **kwargs)).items()), operands)
 
@@ -209,30 +157,31 @@ def compiled_where_eager(like: Callable[..., Any]) -> Callable[[Callable[..., An
     return decorate
 
 
-def _is_operand(x: Any) -> bool:
-    """Whether ``x`` is an operand: an array, or a float, which may change at every step. An int may be a flag."""
-    return isinstance(x, (jax.Array, np.ndarray, np.generic, float, complex))
+# ---- checks of the transformation
 
 
-_ORDER = "The order is tx.update(updates, state, params), and jo.update_params(tx, grads, state, params)."
+def check_not_nested(inner: Any = None) -> None:
+    """Raise ``TypeError`` if one ``offload`` stands somewhere inside another."""
+    if isinstance(inner, Offloaded) or facts().within_offload:
+        raise TypeError(
+            "inner: there is an offload(...) inside the optimizer that offload wraps. Wrap once: the whole chain, "
+            "jo.offload(optax.chain(clip, adamw)), or the part that has a state, optax.chain(clip, jo.offload(adamw))."
+        )
 
 
 def check_inner(inner: Any, argument: str = "inner") -> None:
     """Raise ``TypeError`` if ``inner`` is not a transformation but, for example, the function that makes one."""
-    if isinstance(inner, optax.GradientTransformation):
-        return
-    name = getattr(inner, "__name__", "") if callable(inner) else ""
-    fix = f"Call it first: {name}(learning_rate)." if name else "For example optax.adamw(1e-3)."
-    raise TypeError(f"{argument}: expected an optax.GradientTransformation, got {inner!r}. {fix}")
+    if not isinstance(inner, optax.GradientTransformation):
+        name = callable(inner) and getattr(inner, "__name__", "")
+        fix = f"Call it first: {name}(learning_rate)." if name else "For example optax.adamw(1e-3)."
+        raise TypeError(f"{argument}: expected an optax.GradientTransformation, got {inner!r}. {fix}")
 
 
 def check_transformation(tx: Any, call: str) -> None:
     """Raise ``TypeError`` if ``tx`` is not a transformation but, for example, the parameters."""
     if not (hasattr(tx, "init") and hasattr(tx, "update")):
-        raise TypeError(
-            f"tx: expected an optax.GradientTransformation, got a {type(tx).__name__}. The order of arguments is "
-            f"{call}."
-        )
+        what = f"got a {type(tx).__name__}. The order of arguments is {call}."
+        raise TypeError(f"tx: expected an optax.GradientTransformation, {what}")
 
 
 AROUND = (
@@ -248,6 +197,9 @@ def check_not_in_multi_steps(tx: Any, state: Any) -> None:
         raise ValueError(AROUND)
 
 
+# ---- checks of parameters, gradients and states: each is the tree that was expected, or an error says how it differs
+
+
 def check_params(params: Any) -> None:
     """Raise ``ValueError`` for a state in the parameters' place, and ``TypeError`` for a leaf that is not an array."""
     check_no_state("params", params, "Give the tree that the model computes with, as in tx.init(params).")
@@ -260,14 +212,15 @@ def check_params(params: Any) -> None:
             )
 
 
-def check_no_state(argument: str, tree: Any, fix: str = _ORDER) -> None:
+def check_no_state(argument: str, tree: Any, fix: str = "") -> None:
     """Raise ``ValueError`` for an optimizer's state in the place of the parameters, or of gradients like them."""
-    for path, x in jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_state)[0]:
+    order = "The order is tx.update(updates, state, params), and jo.update_params(tx, grads, state, params)."
+    for path, x in tree_flatten_with_path(tree, is_leaf=is_state)[0]:
         if is_state(x):
             where = f" in {keystr(path)}" if path else ""
             raise ValueError(
                 f"{argument}: expected the parameters, or a tree like them, and there is an optimizer's state{where}, "
-                f"a {type(x).__name__}. {fix}"
+                f"a {type(x).__name__}. {fix or order}"
             )
 
 
@@ -279,26 +232,20 @@ def is_state(x: Any) -> bool:
 
 
 def check_gradients(updates: Any, params: Any, cause: Exception | None = None) -> None:
-    """Raise ``ValueError`` for a gradient of another shape than its parameter, or for other trees if an update failed.
-
-    Gradients with more axes belong to single examples, which ``optax.contrib.dpsgd`` takes.
-    """
-
-    def names(tree: Any) -> list[str]:
-        return names_of([path for path, _ in leaves_with_paths(tree)])
-
+    """Raise ``ValueError`` for a gradient of another shape than its parameter; after a failure also for other trees."""
     if params is None:
         return
+    names, given = (names_of([path for path, _ in leaves_with_paths(tree)]) for tree in (params, updates))
     if jax.tree.structure(updates) == jax.tree.structure(params):
-        for k, (p, g) in enumerate(zip(jax.tree.leaves(params), jax.tree.leaves(updates), strict=True)):
+        for name, p, g in zip(names, jax.tree.leaves(params), jax.tree.leaves(updates), strict=True):
+            # one with more axes belongs to single examples, which optax.contrib.dpsgd takes
             if np.shape(g) != np.shape(p) and np.ndim(g) <= np.ndim(p):
                 raise ValueError(
-                    f"updates: the gradient of {names(params)[k] or 'params'} has the shape {np.shape(g)}, and the "
-                    f"parameter {np.shape(p)}. Give gradients of the parameters that are given: jax.grad of a function "
-                    "of params."
+                    f"updates: the gradient of {name or 'params'} has the shape {np.shape(g)}, and the parameter "
+                    f"{np.shape(p)}. Give gradients of the parameters that are given: jax.grad of a function of params."
                 )
-    elif cause is not None and (given := {*names(updates)}) != (wanted := {*names(params)}):
-        missing, more = (", ".join(sorted(x)[:5]) or "none" for x in (wanted - given, given - wanted))
+    elif cause is not None and {*given} != {*names}:
+        missing, more = (", ".join(sorted(x)[:5]) or "none" for x in ({*names} - {*given}, {*given} - {*names}))
         raise ValueError(
             f"updates: their tree differs from the parameters'; without a gradient: {missing}; without a parameter: "
             f"{more}. Give the gradients of these parameters: jax.grad of a function of params."
@@ -308,22 +255,24 @@ def check_gradients(updates: Any, params: Any, cause: Exception | None = None) -
 def check_on_device(updates: Any, params: Any, why: str, state: Any = None) -> None:
     """Raise ``ValueError`` if parameters, gradients or a state are in host memory; ``why`` says why they cannot be."""
     for argument, tree in (("params", params), ("updates", updates), ("state", state)):
-        for path, x in leaves_with_paths(tree):
-            if on_host(x):
-                raise ValueError(
-                    f"{argument}: {keystr(path) or 'the array'} is in pinned host memory, and {why}. Fix: move them "
-                    f"inside the step, {argument} = jo.to_device({argument}), or keep them on the device."
-                )
+        if hosted := _hosted(tree):
+            raise ValueError(
+                f"{argument}: {hosted[0] or 'the array'} is in pinned host memory, and {why}. Fix: move them "
+                f"inside the step, {argument} = jo.to_device({argument}), or keep them on the device."
+            )
 
 
 def check_managed(state: Any, cause: Exception) -> None:
     """Raise ``ValueError`` if an update failed because no ``offload`` loads a state leaf from host memory."""
-    names = [keystr(path) for path, x in leaves_with_paths(state) if on_host(x)]
-    if names and "memory_space" in str(cause):
+    if "memory_space" in str(cause) and (hosted := _hosted(state)):
         raise ValueError(
-            f"state: {len(names)} leaves are in pinned host memory, the first is {names[0]}, and no offload(...) in tx "
-            "loads all of them. Fix: state = jo.to_host(tx, state), which moves each leaf to where tx keeps it."
+            f"state: {len(hosted)} leaves are in pinned host memory, the first is {hosted[0]}, and no offload(...) in "
+            "tx loads all of them. Fix: state = jo.to_host(tx, state), which moves each leaf to where tx keeps it."
         ) from cause
+
+
+def _hosted(tree: Any) -> list[str]:
+    return [keystr(path) for path, x in leaves_with_paths(tree) if on_host(x)]
 
 
 def check_state(init: Callable[[Any], Any], state: Any, like: Any, cause: Exception | None) -> None:
@@ -337,72 +286,60 @@ def check_state(init: Callable[[Any], Any], state: Any, like: Any, cause: Except
 
 def check_like(state: Any, expected: Any, fix: str, cause: Exception | None = None, *, dtypes: bool = False) -> None:
     """Raise ``ValueError`` if a state has another tree, or a leaf of another shape or dtype, than is expected."""
-    flat, tree = jax.tree_util.tree_flatten_with_path(state, is_leaf=is_on_disk)
+    flat, tree = tree_flatten_with_path(state, is_leaf=is_on_disk)
     if tree != jax.tree.structure(expected):
         raise ValueError(
             "state: its tree is not the one that this optimizer's init gives; was it made by another optimizer, or "
             f"for other parameters? {fix}\n  got      {tree}\n  expected {jax.tree.structure(expected)}"
         ) from cause
+
+    def type_of(x: Any) -> str:
+        return f"{np.shape(x)}" + (f" and dtype {getattr(x, 'dtype', None)}" if dtypes else "")
+
     for (path, x), wanted in zip(flat, jax.tree.leaves(expected), strict=True):
-        dtype = getattr(x, "dtype", None)
-        if np.shape(x) != wanted.shape or (dtypes and dtype != wanted.dtype):
-            got = f"the shape {np.shape(x)}" + (f" and dtype {dtype}" if dtypes else "")
-            gives = f"{wanted.shape}" + (f" and {wanted.dtype}" if dtypes else "")
+        if type_of(x) != type_of(wanted):
             raise ValueError(
-                f"state: {keystr(path)} has {got}, and this optimizer's init gives {gives}; was it made for other "
-                f"parameters? {fix}"
+                f"state: {keystr(path)} has the shape {type_of(x)}, and this optimizer's init gives {type_of(wanted)}; "
+                f"was it made for other parameters? {fix}"
             ) from cause
 
 
-def shapes_of(tree: Any) -> tuple[Any, list[tuple[int, ...]]]:
-    """Return the structure of a tree, and the shapes of its leaves."""
-    return jax.tree.structure(tree), [np.shape(x) for x in jax.tree.leaves(tree)]
-
-
 def arrived(home: Home, leaves: Sequence[Any], plan: Sequence[Leaf]) -> None:
-    """Warn if a state that has been in host memory arrives at an ``update`` in device memory.
-
-    A resident state, which has never been in host memory, is no fault: the update moves it there.
-    """
+    """Warn if a state arrives at an ``update`` in device memory, unless it is resident and was never on the host."""
     home.updates()
     at_home = [(x, leaf) for x, leaf in zip(leaves, plan, strict=True) if leaf.host and isinstance(x, jax.Array)]
     away = [(x, leaf) for x, leaf in at_home if not on_host(x)]
-    if not facts().runs:
-        return
-    if at_home and not away:
+    if facts().runs and at_home and not away:
         home.reached = True
-    elif away and (home.reached or any(was_on_host(x) for x, _ in away)):
-        size = sum(leaf.nbytes for _, leaf in away)
+    elif facts().runs and away and (home.reached or any(was_on_host(x) for x, _ in away)):
         home.tell(
-            f"offload(): {len(away)} leaves of the optimizer state ({size} bytes, the first is {away[0][1].path}) "
-            "were in host memory and arrive at update in device memory: something between has moved them. Trainers "
-            "do with jax.lax.with_sharding_constraint or jax.device_put and shardings that name no memory (Tunix's "
-            "PeftTrainer before its first step under `with mesh:`; MaxText in the step itself), restores without a "
-            "target do, pickle and NumPy do. This update puts them back, but until it has, all of them are on the "
-            "device; if they are moved at every step, nothing is gained. Fix: leave out the move, or "
-            "jax_offload.to_host(tx, state) after it, or move with the shardings of "
-            "jax_offload.abstract_state(tx, params). See docs/trainers.md."
+            f"offload(): {len(away)} leaves of the optimizer state ({sum(leaf.nbytes for _, leaf in away)} bytes, the "
+            f"first is {away[0][1].path}) were in host memory and arrive at update in device memory: something between "
+            "has moved them. Trainers do with jax.lax.with_sharding_constraint or jax.device_put and shardings that "
+            "name no memory (Tunix's PeftTrainer before its first step under `with mesh:`; MaxText in the step itself),"
+            " restores without a target do, pickle and NumPy do. This update puts them back, but until it has, all of "
+            "them are on the device; if they are moved at every step, nothing is gained. Fix: leave out the move, or "
+            "jax_offload.to_host(tx, state) after it, or move with the shardings of jax_offload.abstract_state(tx, "
+            "params). See docs/trainers.md."
         )
 
 
 def check_eager(params: Any, rows: Sequence[Leaf], leaves: Sequence[Any]) -> None:
     """Check what only concrete parameters tell: whether the platform can hold the state, and if they are committed."""
-    arrays = [x for x in jax.tree.leaves(params) if isinstance(x, jax.Array)]
     state = [x for leaf, x in zip(rows, leaves, strict=True) if leaf.host]
     if not state and not any(leaf.disk for leaf in rows):
         return
+    arrays = [x for x in jax.tree.leaves(params) if isinstance(x, jax.Array)]
     devices = {d for x in arrays for d in x.sharding.addressable_devices}
     memory.check_platform(devices)
     memory.check_host_pool(state, next(iter(devices)).platform if devices else jax.default_backend())
-    in_bytes = any(x.dtype.itemsize == 1 for x in state)
-    if in_bytes and any(d.platform == "tpu" for d in devices):
+    if any(x.dtype.itemsize == 1 for x in state) and any(d.platform == "tpu" for d in devices):
         warnings.warn(
             "storage: on a TPU XLA copies an 8-bit leaf that streams in chunks as a whole, at every chunk. "
             "bfloat16 and float16 stream as they should (docs/precision.md).",
             stacklevel=3,
         )
-    flat = jax.tree_util.tree_flatten_with_path(params)[0]
-    loose = [(path, x) for path, x in flat if not getattr(x, "committed", False)]
+    loose = [(path, x) for path, x in leaves_with_paths(params) if not getattr(x, "committed", False)]
     if loose and not memory.mesh_is_set():
         path, first = loose[0]
         what = "" if isinstance(first, jax.Array) else ", a NumPy array"

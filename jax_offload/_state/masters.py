@@ -14,7 +14,7 @@ from jax import lax
 from jax_offload._program.arrays import Offloaded
 from jax_offload._program.memory import loaded, on_host
 from jax_offload._program.primitives import mark, mark_of
-from jax_offload._state.arguments import check_gradients, check_inner, check_on_device, check_state, shapes_of
+from jax_offload._state.arguments import check_gradients, check_inner, check_on_device, check_state
 
 LANDING = "brings a parameter to its master"  # marks such an update in the trace
 
@@ -176,9 +176,13 @@ def checked_update(
         check_state(tx.init, state, like, error)
         check_gradients(updates, params, error)
         raise
-    given, made = shapes_of(like), shapes_of(new)
+
+    def shapes(tree: Any) -> tuple[Any, list[Any]]:
+        return jax.tree.structure(tree), [np.shape(x) for x in jax.tree.leaves(tree)]
+
+    given, made = shapes(like), shapes(new)
     same_tree = made[0] == given[0]  # without gradients the updates may be None
-    if shapes_of(after) != shapes_of(state) or (same_tree and made != given):
+    if shapes(after) != shapes(state) or (same_tree and made != given):
         check_state(tx.init, state, like, None)
     _check_last_word(new, state)
     return new, after

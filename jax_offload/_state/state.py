@@ -18,27 +18,14 @@ import numpy as np
 import optax
 from jax.core import Tracer
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
+from jax.tree_util import keystr
 
 from jax_offload._disk.disk import Disk
 from jax_offload._disk.leaves import brought, check_in_memory, is_on_disk, read_into
 from jax_offload._program import memory
 from jax_offload._program.arrays import by_key, is_like, key_of, leaves_with_paths, owners
 from jax_offload._program.jaxprs import Literal, jaxpr_of, variables
-from jax_offload._program.memory import (
-    Layouts,
-    Shardings,
-    constrained,
-    fitted,
-    is_explicit,
-    names_in,
-    on_host,
-    padded,
-    sharding_of,
-    shards_of,
-    spec_of,
-    typed_sharding,
-    without_axes,
-)
+from jax_offload._program.memory import Layouts, Shardings, on_host
 from jax_offload._program.primitives import guarded, marks_in
 from jax_offload._program.program import flat, structure, unguarded, without_round_trips
 from jax_offload._program.propagate import needed_for
@@ -46,63 +33,58 @@ from jax_offload._program.slices import slice_of
 from jax_offload._state import storage
 from jax_offload._state.arguments import AROUND, Remembered, check_like, check_transformation, described
 from jax_offload._state.placement import Leaf, unmanaged
+from jax_offload._state.storage import Encoded, StoredState
 
-# ---- how a state is divided: as its parameters are, and over further mesh axes, ZeRO-1 (Rajbhandari et al. 2020)
-#
-# With ZeRO-1 each device updates its part: the reduction scatters gradients, and new values are gathered.
+# ---- how a state is divided between devices: as its parameters, or further (ZeRO-1)
 
 
-def partitioned(
-    sharding: Sharding | None, shape: Sequence[int], over: Sequence[str], name: str | None
-) -> NamedSharding | str:
-    """Divide the sharding of the parameter ``name`` over further mesh axes; return why as text if that is impossible.
+def _divided(leaf: Leaf, own: Sharding, param: Sequence[int]) -> tuple[Sharding, str]:
+    """Divide a parameter's sharding over the further mesh axes of a state leaf, or return it and say why not.
 
     The first axis of the array that divides evenly is divided, preferably one that is not sharded yet. In arrays of
     three or more axes the first axis is tried last: in a scanned model it counts the layers, and each layer's gradient
     can then be scattered to all devices as it appears.
-
-    Raises:
-      ValueError: the mesh has no such axis, or there is no mesh.
     """
-    if not isinstance(sharding, NamedSharding):
+    if not leaf.shard_over:
+        return own, ""
+    if not isinstance(own, NamedSharding):
         raise ValueError(
-            f"shard_over: {tuple(over)} are axes of a mesh, but parameter {name} is on {sharding}. Fix: give the "
+            f"shard_over: {leaf.shard_over} are axes of a mesh, but parameter {leaf.param} is on {own}. Fix: give the "
             "parameters a NamedSharding (jax.device_put, or the out_shardings of their init)."
         )
-    if len(set(sharding.mesh.axis_types)) > 1:
+    if len({*own.mesh.axis_types}) > 1:
         raise ValueError(
-            f"shard_over: the parameters' mesh mixes types of axes, {sharding.mesh.axis_types}. Make all of them Auto, "
+            f"shard_over: the parameters' mesh mixes types of axes, {own.mesh.axis_types}. Make all of them Auto, "
             "or all Explicit."
         )
-    sizes = dict(sharding.mesh.shape)
-    if unknown := [name for name in over if name not in sizes]:
+    sizes = dict(own.mesh.shape)
+    if unknown := [name for name in leaf.shard_over if name not in sizes]:
         raise ValueError(f"shard_over: the parameters' mesh has no axes {unknown}, only {tuple(sizes)}.")
-    spec, shards = padded(sharding.spec, len(shape)), shards_of(sharding, shape)
-    used = {name for entry in spec for name in names_in(entry)}
-    over = [name for name in over if name not in used]
+    spec, shards = memory.padded(own.spec, len(param)), memory.shards_of(own, param)
+    used = {name for entry in spec for name in memory.names_in(entry)}
+    over = [name for name in leaf.shard_over if name not in used]
     parts = math.prod(sizes[name] for name in over)
     if parts == 1:
-        return "sharded over these axes already" if used else "the axes have size 1"
-    axes = [*range(1, len(shape)), 0] if len(shape) > 2 else list(range(len(shape)))
+        return own, "sharded over these axes already" if used else "the axes have size 1"
+    axes = [*range(1, len(param)), 0] if len(param) > 2 else range(len(param))
     for axis in sorted(axes, key=lambda axis: shards[axis] > 1):
-        if shape[axis] % (shards[axis] * parts) == 0:
-            spec[axis] = (*names_in(spec[axis]), *over) if spec[axis] is not None or len(over) > 1 else over[0]
-            return sharding.update(spec=spec_of(spec))
-    return f"no axis divides by {parts}"
+        if param[axis] % (shards[axis] * parts) == 0:
+            spec[axis] = (*memory.names_in(spec[axis]), *over) if spec[axis] is not None or len(over) > 1 else over[0]
+            return own.update(spec=memory.spec_of(spec)), ""
+    return own, f"no axis divides by {parts}"
+
+
+def _owners_divided(plan: Sequence[Leaf], params: Any) -> dict[int | None, tuple[str, Any, Leaf]]:
+    """Map the number of each parameter whose state ZeRO-1 divides to its path, its value and such a leaf."""
+    flat = [(key_of(path), x) for path, x in leaves_with_paths(params)]
+    return {leaf.owner: (*flat[leaf.owner], leaf) for leaf in plan if leaf.shard_over and leaf.owner is not None}
 
 
 def partitions(plan: Sequence[Leaf], params: Any, shardings: Shardings, remembered: Remembered) -> Layouts:
     """Return the shardings, by path, of the parameters whose state ZeRO-1 divides; gradients and updates take them too.
 
-    Args:
-      plan: the table of the state.
-      params: the parameters, or gradients.
-      shardings: the parameters' shardings, where they are known.
-      remembered: the shardings of earlier calls, for the message.
-
-    Raises:
-      ValueError: the sharding of a parameter is not known; or the trace is inside ``shard_map``, where gradients cannot
-        be divided over axes of the mesh.
+    Raise ``ValueError`` if a sharding is not among the known ``shardings``; or inside ``shard_map``, where gradients
+    cannot be divided over axes of the mesh.
     """
     if manual := jax.sharding.get_abstract_mesh().manual_axes:
         raise ValueError(
@@ -110,9 +92,9 @@ def partitions(plan: Sequence[Leaf], params: Any, shardings: Shardings, remember
             "shard_over out and divide the state yourself."
         )
     found: Layouts = {}
-    for name, x, leaf in divided(plan, params).values():
+    for name, x, leaf in _owners_divided(plan, params).values():
         if name not in shardings:
-            several = list(remembered.of(name))
+            several = list(remembered.get(name, ()))
             raise ValueError(
                 f"shard_over: parameter {name} was seen in several shardings, {several}, and with Auto mesh axes a "
                 "trace does not tell which it is. Make an offload(...) for each model and mesh."
@@ -121,16 +103,10 @@ def partitions(plan: Sequence[Leaf], params: Any, shardings: Shardings, remember
                 "tell. Call tx.init on the parameters, or jax_offload.abstract_state(tx, params), before update is "
                 "traced; an offload(...) that each step makes anew, as in inject_hyperparams, belongs around that."
             )
-        sharded = partitioned(shardings[name], x.shape, leaf.shard_over, name)
-        if isinstance(sharded, NamedSharding):
-            found[name] = sharded
+        sharding, why = _divided(leaf, shardings[name], x.shape)
+        if not why and isinstance(sharding, NamedSharding):
+            found[name] = sharding
     return found
-
-
-def divided(plan: Sequence[Leaf], params: Any) -> dict[int | None, tuple[str, Any, Leaf]]:
-    """Return by number each parameter whose state has a leaf that ZeRO-1 divides: its path, its value and the leaf."""
-    flat = [(key_of(path), x) for path, x in leaves_with_paths(params)]
-    return {leaf.owner: (*flat[leaf.owner], leaf) for leaf in plan if leaf.shard_over and leaf.owner is not None}
 
 
 def check_typed(sharded: Layouts, error: Exception) -> None:
@@ -156,90 +132,100 @@ def resharded(tree: Any, shardings: Mapping[str, Sharding], like: Any = None) ->
         key, shape = key_of(path), np.shape(x)
         if on_host(x) or shapes.get(key, shape) != shape:  # a leaf on the host is divided once it is loaded
             return x
-        return constrained(x, shardings.get(key))
+        return memory.constrained(x, shardings.get(key))
 
     return jax.tree_util.tree_map_with_path(one, tree)
-
-
-def state_sharding(leaf: Leaf, shape: Sequence[int], own: Sharding, param: Sequence[int]) -> tuple[Sharding, str]:
-    """Return the sharding of a state leaf of its parameter's shape, and why ZeRO-1 does not divide it further.
-
-    Args:
-      leaf: the leaf's row of the table.
-      shape: the leaf's shape; there may be one scale for each block of the last axis.
-      own: the parameter's sharding.
-      param: the parameter's shape.
-    """
-    sharded = partitioned(own, param, leaf.shard_over, leaf.param) if leaf.shard_over else own
-    sharding, why = (own, sharded) if isinstance(sharded, str) else (sharded, "")
-    return sharding if tuple(shape) == tuple(param) else fitted(sharding, shape), why
 
 
 def resharded_state(state: Any, plan: Sequence[Leaf], params: Any, shardings: Shardings, before: Any = None) -> Any:
     """Divide the leaves of a state further, as far as the shardings of their parameters are known.
 
     A leaf that is not divided further, such as a scale that stays on the device or a factored moment, is made of
-    gradients that are. It keeps the sharding it had: otherwise the second step would be another program, and a loop's
-    carry would change its type.
-
-    Args:
-      state: the state.
-      plan: its table.
-      params: the parameters.
-      shardings: the parameters' shardings, as far as they are known.
-      before: the state before the update; ``None`` if it is not the same tree, or is being made.
+    gradients that are. It keeps the sharding it had ``before`` the update: otherwise the second step would be another
+    program, and a loop's carry would change its type. An ``init`` has no state before it.
     """
-    owners = divided(plan, params)
+    owners = _owners_divided(plan, params)
 
-    def sharded(x: Any, leaf: Leaf, old: Any) -> Any:
+    def one(x: Any, leaf: Leaf, old: Any) -> Any:
         if leaf.owner not in owners:
             return x
         name, param, _ = owners[leaf.owner]
         if name not in shardings or not (leaf.shard_over or np.ndim(x) == np.ndim(param)):
-            return x if old is None else constrained(x, typed_sharding(jax.typeof(old)))
-        sharding, why = state_sharding(leaf, np.shape(x), shardings[name], np.shape(param))
-        return x if why else constrained(x, sharding)
+            return x if old is None else memory.constrained(x, memory.typed_sharding(jax.typeof(old)))
+        sharding, why = _divided(leaf, shardings[name], np.shape(param))
+        return x if why else memory.constrained(x, memory.fitted(sharding, np.shape(x)))
 
     leaves, treedef = jax.tree.flatten(state)
     olds = [None] * len(plan) if before is None else jax.tree.leaves(before)
-    return jax.tree.unflatten(treedef, list(map(sharded, leaves, plan, olds)))
+    return jax.tree.unflatten(treedef, map(one, leaves, plan, olds))
 
 
-Axes = tuple[int | None, ...]  # for each axis of a leaf the axis of its parameter; None: none of them
+# ---- a state that is not made: a row of the table and a type for every leaf
 
 
-def axes_in_parameter(
-    init: Callable[[Any], Any], params: Any, leaves: Sequence[tuple[int | None, tuple[int, ...]]]
-) -> list[Axes | None]:
-    """Find the axes of its parameter that a smaller state leaf, such as a factored second moment, has.
+def described_state(tx: optax.GradientTransformation, params: Any, *, remember: bool = False) -> tuple[list[Leaf], Any]:
+    """Return the row of the table of every state leaf, and the state as types with shardings and memory kinds."""
+    rows, state = _traced_init(tx, params, remember=remember)
+    types, treedef = jax.tree.flatten(state)
+    arrays = jax.tree.leaves(params)
+    owns = [_placed(x) for x in arrays]
+    first = owns[0] if owns else memory.ambient_sharding()
+    everywhere = NamedSharding(first.mesh, PartitionSpec()) if isinstance(first, NamedSharding) else first
+    probes = _probed(tx.init, params, rows)
+    for k, (leaf, x) in enumerate(zip(rows, types, strict=True)):
+        own, param = (None, ()) if leaf.owner is None else (owns[leaf.owner], np.shape(arrays[leaf.owner]))
+        sharding, why, told = everywhere, "", memory.typed_sharding(x)
+        if own is not None and x.shape != () and is_like(leaf.path, x.shape, param):
+            sharding, why = _divided(leaf, own, param)
+            sharding = sharding if x.shape == param else memory.fitted(sharding, x.shape)
+        elif isinstance(own, NamedSharding) and probes is not None and len(probes[k]) == len(x.shape):
+            axis_of = {sizes: axis for axis, sizes in enumerate(zip(_distinct(param), param, strict=True))}
+            sharding = memory.without_axes(own, [axis_of.get(sizes) for sizes in zip(probes[k], x.shape, strict=True)])
+        if told is not None and isinstance(everywhere, NamedSharding) and memory.is_explicit(told.mesh):
+            sharding = NamedSharding(everywhere.mesh, told.spec)  # with Explicit axes the types tell
+        spec = f"P({', '.join(map(repr, sharding.spec))})" if isinstance(sharding, NamedSharding) else ""
+        kind = memory.HOST_KIND if leaf.host or leaf.disk else memory.DEVICE_KIND
+        sharding, parts = memory.with_kind(sharding, kind), math.prod(memory.shards_of(sharding, x.shape))
+        types[k] = leaf.place.at(sharding) if leaf.place else memory.abstract(x.shape, x.dtype, sharding, x.weak_type)
+        spec = f"{spec} ({why})" if why else spec
+        rows[k] = dataclasses.replace(leaf, sharding=spec, shard_bytes=leaf.nbytes // parts)
+    return rows, jax.tree.unflatten(treedef, types)
 
-    A row factor of a square matrix has the shape of a column factor. So ``init`` is traced once more with parameters
-    whose axes all have different sizes, which tell the factors apart.
 
-    Args:
-      init: the ``init`` of a transformation.
-      params: the parameters.
-      leaves: for each state leaf, its parameter's number and its shape.
+def _traced_init(tx: optax.GradientTransformation, params: Any, *, remember: bool = False) -> tuple[list[Leaf], Any]:
+    """Return the row of the table of every state leaf, and the state as types, whose shardings are not known yet."""
+    check_transformation(tx, "(tx, params)")
+    with described(params, remember=remember):
+        closed, treedef = jaxpr_of(lambda params: tx.init(params), params)  # a new function, as jax keeps traces
+    state = jax.tree.unflatten(treedef, closed.out_avals)
+    marks, rows = marks_in(closed), list[Leaf]()
+    for (path, x), owner, v in zip(leaves_with_paths(state), owners(state, params), closed.jaxpr.outvars, strict=True):
+        row, name = unmanaged(x) if isinstance(v, Literal) or v not in marks else marks[v], keystr(path)
+        if (row.host or row.disk) and ".inner_opt_state" in name.removesuffix(row.path):
+            raise ValueError(AROUND)
+        rows.append(dataclasses.replace(row, path=name, owner=owner, host=memory.is_host_aval(x) and not row.disk))
+    return rows, state
 
-    Returns:
-      The axes of each leaf; ``None`` if they are not known.
+
+def _placed(param: Any) -> Sharding:
+    loose = isinstance(param, jax.Array) and not isinstance(param, Tracer) and not param.committed
+    found = None if loose and memory.mesh_is_set() else memory.sharding_of(param)
+    return memory.ambient_sharding() if found is None else found
+
+
+def _probed(init: Callable[[Any], Any], params: Any, rows: Sequence[Leaf]) -> list[tuple[int, ...]] | None:
+    """Return the shapes of a state whose parameters have axes of different sizes; ``None`` if nothing needs them.
+
+    They tell which axes of its parameter a factored moment has: a row factor of a square matrix has the shape of a
+    column factor.
     """
-    flat, treedef = jax.tree.flatten(params)
-    shapes, probe = [np.shape(x) for x in flat], list[Any]()
-    if any(i is not None and len(shape) not in (0, len(shapes[i])) for i, shape in leaves):
-        changed = [jax.ShapeDtypeStruct(_distinct(np.shape(x)), x.dtype) for x in flat]
+    arrays, treedef = jax.tree.flatten(params)
+    if any(leaf.owner is not None and len(leaf.shape) not in (0, np.ndim(arrays[leaf.owner])) for leaf in rows):
+        changed = [jax.ShapeDtypeStruct(_distinct(np.shape(x)), x.dtype) for x in arrays]
         with contextlib.suppress(Exception), described(()):  # an init may look at more than shapes
-            probe = jax.tree.leaves(jax.eval_shape(init, jax.tree.unflatten(treedef, changed)))
-    if len(probe) != len(leaves):
-        return [None] * len(leaves)
-
-    def axes(i: int | None, shape: tuple[int, ...], probed: tuple[int, ...]) -> Axes | None:
-        if i is None or len(shape) != len(probed):
-            return None
-        at = {sizes: axis for axis, sizes in enumerate(zip(_distinct(shapes[i]), shapes[i], strict=True))}
-        return tuple(at.get(sizes) for sizes in zip(probed, shape, strict=True))
-
-    return [axes(*leaf, x.shape) for leaf, x in zip(leaves, probe, strict=True)]
+            found = jax.tree.leaves(jax.eval_shape(init, jax.tree.unflatten(treedef, changed)))
+            return [x.shape for x in found] if len(found) == len(rows) else None
+    return None
 
 
 def _distinct(shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -281,6 +267,9 @@ def abstract_state(tx: optax.GradientTransformation, params: Any) -> Any:
     return described_state(tx, params, remember=True)[1]
 
 
+# ---- a state that is moved or converted
+
+
 def to_device(state: Any) -> Any:
     """Move every host leaf of ``state`` to device memory, to read, log or compute with it outside ``update``.
 
@@ -312,27 +301,22 @@ def to_device(state: Any) -> Any:
 
 def state_where_kept(tx: Any, state: Any, params: Any = None, *, plain: bool = False) -> Any:
     """Move every leaf of ``state`` to where ``tx`` keeps it; encode the leaves of a ``plain`` state first."""
-    params = params_like(tx, state) if params is None else params
+    params = _params_like(tx, state) if params is None else params
     # Tracers do not tell shardings: under jit the next update divides the leaves.
     traced = any(isinstance(x, Tracer) for x in jax.tree.leaves((state, params)))
-    rows, wanted = (traced_init if traced else described_state)(tx, params)
+    rows, wanted = (_traced_init if traced else described_state)(tx, params)
     if plain:
         try:
-            state = jax.tree.map(storage.stored_like, wanted, state, is_leaf=storage.is_stored)
+            state = storage.stored_like(wanted, state)
         except (ValueError, TypeError) as error:
             raise ValueError(f"state: not a plain state of tx for these parameters: {error}. {_GIVE_PARAMS}") from error
     check_like(state, wanted, _GIVE_PARAMS, dtypes=True)
     leaves, treedef = jax.tree.flatten(state, is_leaf=is_on_disk)
-    if any(leaf.disk for leaf in rows) or any(map(is_on_disk, leaves)):
+    if not traced or any(map(is_on_disk, leaves)) or any(leaf.disk for leaf in rows):
         return jax.tree.unflatten(treedef, brought(leaves, None if traced else jax.tree.leaves(wanted)))
-
-    def moved(x: Any, leaf: Leaf, like: Any) -> Any:
-        if not traced and (leaf.shard_over or not isinstance(x, jax.Array)):
-            return jax.device_put(x, like.sharding)
-        x = x if isinstance(x, jax.Array) else jnp.asarray(x)
-        return memory.to_host(x) if leaf.host else memory.to_device(x)
-
-    return guarded(jax.tree.unflatten(treedef, map(moved, leaves, rows, jax.tree.leaves(wanted))), state)
+    pairs = zip(map(jnp.asarray, leaves), rows, strict=True)
+    moved = [memory.to_host(x) if leaf.host else memory.to_device(x) for x, leaf in pairs]
+    return guarded(jax.tree.unflatten(treedef, moved), state)
 
 
 _GIVE_PARAMS = (
@@ -367,7 +351,7 @@ def to_plain(tx: optax.GradientTransformation, state: Any) -> Any:
     """
     check_in_memory(state, "jo.to_plain")
     check_transformation(tx, "(tx, state)")  # the stored state tells everything else
-    return storage.plain(state, lambda x: storage.in_place(storage.decoded, x) if storage.is_encoded(x) else x)
+    return storage.plain(state, lambda x: storage.in_place(storage.decoded, x) if isinstance(x, Encoded) else x)
 
 
 def from_plain(tx: optax.GradientTransformation, state: Any, params: Any = None) -> Any:
@@ -399,33 +383,34 @@ def from_plain(tx: optax.GradientTransformation, state: Any, params: Any = None)
       >>> mu.dtype.name, mu.sharding.memory_kind
       ('bfloat16', 'pinned_host')
     """
-    if any(storage.is_stored(x) for x in jax.tree.leaves(state, is_leaf=storage.is_stored)):
+    if any(isinstance(x, (StoredState, Encoded)) for x in jax.tree.leaves(state, is_leaf=storage.is_node)):
         raise ValueError("state: is stored, not plain; jo.to_plain(tx, state) gives the plain one.")
     return state_where_kept(tx, state, params, plain=True)
 
 
-def params_like(tx: optax.GradientTransformation, state: Any) -> Any:
+def _params_like(tx: optax.GradientTransformation, state: Any) -> Any:
     """Read the parameters' tree off a state of ``tx``, stored or plain: the largest part that is like them."""
 
     def like_param(x: Any) -> Any:
-        array, dtype = (x.values, x.dtype) if storage.is_encoded(x) else (x, getattr(x, "dtype", None))
-        if dtype is None:
+        array = x.values if isinstance(x, Encoded) else x
+        if not hasattr(array, "dtype"):
             return x
-        sharding = sharding_of(array)
-        on_device = None if sharding is None else memory.with_kind(sharding, memory.DEVICE_KIND)
-        return jax.ShapeDtypeStruct(np.shape(array), dtype, sharding=on_device)
+        sharding = memory.sharding_of(array)
+        sharding = None if sharding is None else memory.with_kind(sharding, memory.DEVICE_KIND)
+        return jax.ShapeDtypeStruct(np.shape(array), x.dtype, sharding=sharding)
 
     check_transformation(tx, "(tx, state)")
-    probes, copies = list[Any](), list[Any]()
+    reached, copies = list[bool](), list[Any]()
 
     def init(params: Any) -> Any:
-        probes.append(storage.plain(tx.init(params), lambda x: x))
-        return probes[0]
+        found = storage.plain(tx.init(params), lambda x: x)
+        reached.append(True)
+        return found
 
     try:
         optax.tree.map_params(init, copies.append, storage.plain(state, like_param), is_leaf=lambda _: True)
     except Exception as error:
-        if not probes:
+        if not reached:
             raise ValueError("params: this optimizer's init must see them; give them as params=.") from error
         raise ValueError(
             f"state: got a {type(state).__name__} that is not like the state that this optimizer's init gives. Fix: "
@@ -436,77 +421,14 @@ def params_like(tx: optax.GradientTransformation, state: Any) -> Any:
     return max(copies, key=lambda each: len(jax.tree.leaves(each)))
 
 
-# ---- a state that is not made: a row of the table and a type for every leaf
-
-
-def described_state(tx: optax.GradientTransformation, params: Any, *, remember: bool = False) -> tuple[list[Leaf], Any]:
-    """Return the row of the table of every state leaf, and the state as types with shardings and memory kinds."""
-    rows, state = traced_init(tx, params, remember=remember)
-    types, treedef = jax.tree.flatten(state)
-    flat = jax.tree.leaves(params)
-    owns = [_sharding(x) for x in flat]
-    first = owns[0] if owns else memory.ambient_sharding()
-    everywhere = NamedSharding(first.mesh, PartitionSpec()) if isinstance(first, NamedSharding) else first
-    axes = axes_in_parameter(tx.init, params, [(leaf.owner, x.shape) for leaf, x in zip(rows, types, strict=True)])
-    found, leaves = list[Leaf](), list[Any]()
-    for leaf, x, of_param in zip(rows, types, axes, strict=True):
-        own = None if leaf.owner is None else owns[leaf.owner]
-        shape = () if leaf.owner is None else np.shape(flat[leaf.owner])
-        sharding, why = everywhere, ""
-        if own is not None and x.shape != () and is_like(leaf.path, x.shape, shape):
-            sharding, why = state_sharding(leaf, x.shape, own, shape)
-        elif of_param is not None and isinstance(own, NamedSharding):
-            sharding = without_axes(own, of_param)
-        told = typed_sharding(x)
-        if told is not None and isinstance(everywhere, NamedSharding) and is_explicit(told.mesh):
-            sharding = NamedSharding(everywhere.mesh, told.spec)  # with Explicit axes the types tell
-        spec = f"P({', '.join(map(repr, sharding.spec))})" if isinstance(sharding, NamedSharding) else ""
-        kind = memory.HOST_KIND if leaf.host or leaf.disk else memory.DEVICE_KIND
-        sharding = memory.with_kind(sharding, kind)
-        typed = memory.abstract(x.shape, x.dtype, sharding, x.weak_type)
-        leaves.append(leaf.place.at(sharding) if leaf.place else typed)
-        shard_bytes = leaf.nbytes // math.prod(shards_of(sharding, x.shape))
-        found.append(dataclasses.replace(leaf, sharding=f"{spec} ({why})" if why else spec, shard_bytes=shard_bytes))
-    return found, jax.tree.unflatten(treedef, leaves)
-
-
-def traced_init(tx: optax.GradientTransformation, params: Any, *, remember: bool = False) -> tuple[list[Leaf], Any]:
-    """Return the row of the table of every state leaf, and the state as types, whose shardings are not known yet."""
-    check_transformation(tx, "(tx, params)")
-    with described(params, remember=remember):
-        closed, treedef = jaxpr_of(lambda params: tx.init(params), params)  # a new function, as jax keeps traces
-    state = jax.tree.unflatten(treedef, closed.out_avals)
-    marks, rows = marks_in(closed), list[Leaf]()
-    for (path, x), owner, v in zip(leaves_with_paths(state), owners(state, params), closed.jaxpr.outvars, strict=True):
-        row = unmanaged(x) if isinstance(v, Literal) or v not in marks else marks[v]
-        name = jax.tree_util.keystr(path)
-        if (row.host or row.disk) and ".inner_opt_state" in name.removesuffix(row.path):
-            raise ValueError(AROUND)
-        rows.append(dataclasses.replace(row, path=name, owner=owner, host=memory.is_host_aval(x) and not row.disk))
-    return rows, state
-
-
-def _sharding(param: Any) -> Sharding:
-    placed = sharding_of(param)
-    traced = isinstance(param, Tracer)
-    loose = isinstance(param, jax.Array) and not traced and not param.committed and memory.mesh_is_set()
-    return memory.ambient_sharding() if placed is None or loose else placed
-
-
-# ---- a state on disk, made leaf by leaf, so that the whole of it is never in memory
-
-
 def created(disk: Disk, create: Callable[[Any], Any], params: Any, target: Any) -> optax.OptState:
-    """Return ``create(params)``, each leaf made by itself, where ``target``, a tree of types, says.
-
-    Leaves that are alike share a program.
-    """
+    """Return ``create(params)`` where ``target`` says, each leaf made by itself: the whole may not fit into memory."""
     with described(params):
         traced, _ = jaxpr_of(create, params)
     init = unguarded(without_round_trips(flat(traced)))
     values = dict(zip(init.inputs, [*init.consts, *jax.tree.leaves(params)], strict=True))
     targets, treedef = jax.tree.flatten(target)
-    compiled = dict[Hashable, Any]()
+    compiled = dict[Hashable, Any]()  # leaves that are alike share a program
 
     def made(k: int) -> Any:
         eqns, _ = needed_for(init.eqns, variables(init.outputs[k : k + 1]))

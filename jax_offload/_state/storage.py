@@ -26,9 +26,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax import lax
-from jax.core import Tracer
 from jax.sharding import PartitionSpec
-from jax.tree_util import keystr
+from jax.tree_util import keystr, tree_flatten_with_path
 
 from jax_offload._disk.leaves import is_on_disk
 from jax_offload._program import memory
@@ -40,12 +39,10 @@ from jax_offload._state.placement import stays
 
 SCALED = ("float16", "float8_e4m3fn", "float8_e5m2")
 INTEGERS = ("int8", "uint8")
+NAMES = ("float32", "bfloat16", *SCALED, *INTEGERS)
+BLOCK = 128
 _MIDDLE = 128.0  # the code of zero in a uint8 block that has a negative number
 _SNAP = 1e-4  # as a part of a step: values this near a point of the map become that point, despite rounding errors
-
-
-BLOCK = 128
-NAMES = ("float32", "bfloat16", *SCALED, *INTEGERS)
 _SHORT = {"bf16": "bfloat16", "fp16": "float16", "f16": "float16", "fp32": "float32", "f32": "float32"}
 _SHORT |= dict.fromkeys(("fp8", "f8", "float8", "fp8_e4m3", "e4m3", "float8_e4m3"), "float8_e4m3fn")
 _SHORT |= dict.fromkeys(("fp8_e5m2", "e5m2"), "float8_e5m2")
@@ -94,67 +91,73 @@ class Storage:
         except TypeError:
             name = ""
         if name not in NAMES:
-            hint = _meant(self.dtype, name)
+            given = name or str(self.dtype).lower().removeprefix("torch.")
+            near = [] if name else difflib.get_close_matches(given, NAMES, n=1, cutoff=0.75)
+            near = [_SHORT[given]] if given in _SHORT else near
+            hint = f" Did you mean {near[0]!r}?" if near else ""
             raise ValueError(f"storage: expected one of {', '.join(NAMES)}; got {self.dtype!r}.{hint}")
         object.__setattr__(self, "dtype", name)
         check_integer("storage: block", self.block, 1, "a number of elements > 0, an int", f"{BLOCK} is usual.")
 
 
-def _meant(given: Any, dtype: str) -> str:
-    """Suggest the format that was probably meant; empty for the name of another dtype, or if none is near."""
-    name = dtype or str(given).lower().removeprefix("torch.")
-    near = [_SHORT[name]] if name in _SHORT else difflib.get_close_matches(name, NAMES, n=1, cutoff=0.75)
-    return f" Did you mean {near[0]!r}?" if near and (name in _SHORT or not dtype) else ""
+# ---- arrays in these formats
 
 
 def encode(x: jax.Array, seed: Any = None, *, storage: Storage) -> list[jax.Array]:
     """Encode ``x`` as values in the format's dtype and, if it has scales, a float32 per block, ``(..., blocks)``.
 
-    NaN stays NaN. Infinity stays, or becomes NaN in formats without it. In the two 8-bit integers, which have neither,
-    the whole block becomes NaN.
-
-    Args:
-      x: of shape ``(..., n)`` and any floating dtype.
-      seed: a uint32 that, with the place in ``x``, decides the rounding; ``None`` rounds to nearest.
-      storage: the format.
+    ``seed``, a uint32, and the place in ``x`` decide the rounding; without one it is to nearest. NaN stays NaN.
+    Infinity stays, or becomes NaN in formats without it. In the two 8-bit integers, which have neither, the whole block
+    becomes NaN.
     """
     x, dtype = x.astype(jnp.float32), storage.dtype
     if dtype == "float32":
         return [x]
     bits = None if seed is None else _random_bits(seed, x)
+    if dtype in INTEGERS:
+        x = _where(lax.is_finite(x), x, math.inf)  # makes the whole block NaN; XLA's CPU loses NaN in a maximum
+        blocks = _in_blocks(x, storage.block)
+        scale = jnp.max(lax.abs(blocks), axis=-1)
+        if dtype == "uint8":  # a block with a negative number has a negative scale
+            scale = _where(jnp.min(blocks, axis=-1) < 0, -scale, scale)
+        values = _to_code(x, _per_element(scale, x, storage.block), bits, dtype)
+        return [values, _where(lax.is_finite(scale), scale, math.nan)]
+    digits = jnp.finfo(dtype).nmant
+    top = (2 - 2.0**-digits) * 2.0**127  # float32 overflows if it rounds up from there
+    held = lax.clamp(lax.full_like(x, -top), x, lax.full_like(x, top))
     if dtype == "bfloat16":
-        return [_to_bfloat16(x, bits)]
-    blocks = _in_blocks(x, storage.block)
-    scale = jnp.max(_magnitude(blocks, dtype), axis=-1)
-    if dtype in SCALED:
-        scale = _power_for(scale, dtype)
-        return [_to_float(x, _per_element(scale, x, storage.block), bits, dtype), scale]
-    if dtype == "uint8":  # a block with a negative number has a negative scale
-        scale = _where(jnp.max(_where(blocks < 0, lax.full_like(blocks, 1), 0), axis=-1) > 0, -scale, scale)
-    values = _to_code(x, _per_element(scale, x, storage.block), bits, dtype)
-    return [values, _where(lax.abs(scale) == math.inf, lax.full_like(scale, math.nan), scale)]
+        return [_where(lax.is_finite(x), _to_digits(held, digits, bits), x).astype(dtype)]
+    blocks = _in_blocks(_where(lax.is_finite(x), lax.abs(held), 0), storage.block)
+    scale, inverse = _powers_for(jnp.max(blocks, axis=-1), dtype)
+    values = _to_float(held, _per_element(inverse, x, storage.block), bits, dtype)
+    return [_where(lax.is_finite(x), values, x).astype(dtype), scale]
 
 
 def decode(values: jax.Array, scale: jax.Array | None = None, *, storage: Storage) -> list[jax.Array]:
     """Decode what ``encode`` returns to one float32 array."""
-    if scale is None:
-        return [values.astype(jnp.float32)]
-    wide = _per_element(scale, values, storage.block)
-    if storage.dtype in SCALED:
-        return [values.astype(jnp.float32) * wide]
-    return [_from_code(values, wide, storage.dtype)]
+    numbers = values.astype(jnp.float32)
+    if scale is not None:
+        wide = _per_element(scale, values, storage.block)
+        numbers = _from_code(numbers, wide, storage.dtype) if storage.dtype in INTEGERS else numbers * wide
+    return [numbers]
 
 
-@functools.lru_cache(1024)
-def encoded_bytes(shape: tuple[int, ...], storage: Storage) -> int:
+def encoded_bytes(shape: Sequence[int], storage: Storage) -> int:
     """Return the bytes of an array of this shape once it is encoded."""
-    encoded = jax.eval_shape(functools.partial(encode, storage=storage), jax.ShapeDtypeStruct(shape, jnp.float32))
-    return sum(map(nbytes, encoded))
+    blocks = 0 if storage.dtype in ("float32", "bfloat16") else -(-shape[-1] // min(storage.block, shape[-1]))
+    return math.prod(shape) * jnp.dtype(storage.dtype).itemsize + math.prod(shape[:-1]) * blocks * 4
 
 
 def _per_element(scale: jax.Array, x: jax.Array, block: int) -> jax.Array:
     """Return the scale of its block for every element of ``x``."""
-    return _as_rows(jnp.broadcast_to(scale[..., None], (*scale.shape, min(block, x.shape[-1]))), x)
+    wide = jnp.broadcast_to(scale[..., None], (*scale.shape, min(block, x.shape[-1])))
+    typed = typed_sharding(jax.typeof(wide))
+    if typed is not None:
+        typed = typed.update(spec=PartitionSpec(*padded(typed.spec, wide.ndim)[:-1]))
+    flat = lax.reshape(wide, (*scale.shape[:-1], scale.shape[-1] * wide.shape[-1]), out_sharding=typed)
+    if flat.shape != x.shape:
+        flat = lax.slice_in_dim(flat, 0, x.shape[-1], axis=-1)
+    return constrained(flat, typed_sharding(jax.typeof(x)))
 
 
 def _in_blocks(x: jax.Array, block: int) -> jax.Array:
@@ -173,20 +176,6 @@ def _in_blocks(x: jax.Array, block: int) -> jax.Array:
     return lax.reshape(x, shape, out_sharding=typed)
 
 
-def _as_rows(blocks: jax.Array, like: jax.Array) -> jax.Array:
-    """Reshape ``(..., blocks, block)`` to the shape of ``like``."""
-    typed = typed_sharding(jax.typeof(blocks))
-    if typed is not None:
-        typed = typed.update(spec=PartitionSpec(*padded(typed.spec, blocks.ndim)[:-1]))
-    flat = lax.reshape(blocks, (*blocks.shape[:-2], blocks.shape[-2] * blocks.shape[-1]), out_sharding=typed)
-    if flat.shape != like.shape:
-        flat = lax.slice_in_dim(flat, 0, like.shape[-1], axis=-1)
-    return constrained(flat, typed_sharding(jax.typeof(like)))
-
-
-# ---- single numbers
-
-
 def mixed(x: Any) -> Any:
     """Return a uint32 whose bits all depend on all bits of ``x`` (the finalizer of MurmurHash3, Appleby 2011)."""
     x = (x ^ (x >> 16)) * jnp.uint32(0x85EBCA6B)
@@ -202,137 +191,89 @@ def _random_bits(seed: Any, x: jax.Array) -> jax.Array:
     return mixed(sum(map(operator.mul, indices, strides), jnp.uint32(0)) ^ seed)
 
 
-def _magnitude(x: jax.Array, dtype: str) -> jax.Array:
-    """Return the magnitude that counts for the largest of a block.
-
-    In the integer formats NaN counts as infinity, which makes the whole block NaN: XLA's CPU loses NaN in a maximum.
-    """
-    if dtype in SCALED:
-        return _where(lax.is_finite(x), lax.abs(_held(x, dtype)), 0)
-    return _where(lax.is_finite(x), lax.abs(x), math.inf)
-
-
-def _power_for(largest: jax.Array, dtype: str) -> jax.Array:
-    """Return the power of two by which a block's largest magnitude becomes at most the least of the last binade.
-
-    Rounding up then neither overflows nor changes the scale.
-    """
-    last = math.frexp(float(jnp.finfo(dtype).max))[1] - 1
-    least = ((lax.bitcast_convert_type(largest, jnp.int32) - 1) >> 23) - 126  # the least with 2**least >= largest
-    power = _clamped(least - last, 126)
-    return lax.bitcast_convert_type((power + 127) << 23, jnp.float32)
-
-
-def _to_bfloat16(x: jax.Array, noise: jax.Array | None) -> jax.Array:
-    if noise is None:
-        return x.astype(jnp.bfloat16)
-    largest = float(jnp.finfo(jnp.bfloat16).max)  # finite numbers must not overflow
-    bits = lax.bitcast_convert_type(_clamped(x, largest), jnp.uint32)
-    bits = (bits + (noise >> 16)) & jnp.uint32(0xFFFF0000)
-    return _where(lax.is_finite(x), lax.bitcast_convert_type(bits, jnp.float32), x).astype(jnp.bfloat16)
-
-
-def _to_float(x: jax.Array, scale: jax.Array, bits: jax.Array | None, dtype: str) -> jax.Array:
-    inverse = jnp.uint32(254 << 23) - lax.bitcast_convert_type(scale, jnp.uint32)  # the inverse of a power of two
-    scaled = _held(x, dtype) * lax.bitcast_convert_type(inverse, jnp.float32)
-    values = lax.sign(x) * _to_grid(scaled, jnp.finfo(dtype), None if bits is None else _noise(bits))
-    return _where(lax.is_finite(x), values, x).astype(dtype)
-
-
-def _to_code(x: jax.Array, scale: jax.Array, bits: jax.Array | None, dtype: str) -> jax.Array:
-    part = _magnitude(x, dtype) / _where(scale != 0, lax.abs(scale), 1)
-    noise = None if bits is None else _noise(bits, _SNAP)
-    if dtype == "int8":
-        return (lax.sign(x) * _to_map(part, 21, noise)).astype(dtype)  # zero has no sign
-    signed = scale < 0
-    root = _where(signed, part, lax.sqrt(part))
-    code = lax.sign(x) * _to_map(root, _thrice_bits(signed), noise, squared=~signed)
-    return (code + _where(signed, lax.full_like(code, _MIDDLE), 0)).astype(dtype)
-
-
-def _from_code(code: jax.Array, scale: jax.Array, dtype: str) -> jax.Array:
-    code = code.astype(jnp.float32)
-    if dtype == "int8":
-        return lax.sign(code) * _point(lax.abs(code), 21) * scale
-    signed = scale < 0
-    code = code - _where(signed, lax.full_like(code, _MIDDLE), 0)
-    point = _point(lax.abs(code), _thrice_bits(signed))
-    return _where(signed, lax.neg(lax.sign(code)), point) * point * scale
-
-
-def _thrice_bits(signed: jax.Array) -> jax.Array:
-    """Return three times the number of bits without the sign, as an octade of 8 is three binades."""
-    return 24 - 3 * signed.astype(jnp.int32)
-
-
-def _noise(bits: jax.Array, margin: float = 0.0) -> jax.Array:
-    """Return random numbers in [margin, 1 - margin)."""
-    unit = (bits >> 8).astype(jnp.float32) * (2.0**-24 * (1 - 2 * margin))
-    return unit + margin if margin else unit
-
-
-def _held(x: jax.Array, dtype: str) -> jax.Array:
-    top = (2 - 2.0 ** -jnp.finfo(dtype).nmant) * 2.0**127  # float32 overflows if it rounds up from there
-    return _clamped(x, top)
-
-
-def _clamped(x: jax.Array, most: float) -> jax.Array:
-    """Clamp in ``x``'s own dtype, whatever dtype a Python number has."""
-    return lax.clamp(lax.full_like(x, -most), x, lax.full_like(x, most))
-
-
 def _where(condition: jax.Array, x: jax.Array, y: Any) -> jax.Array:
     """Select as ``jnp.where`` does, without a call in the program."""
     return lax.select(condition, x, y if isinstance(y, jax.Array) else lax.full_like(x, y))
 
 
-def _to_grid(x: jax.Array, info: Any, noise: jax.Array | None) -> jax.Array:
-    """Round the magnitude of ``x`` to the numbers of a format but zero, still in float32."""
-    binade = jnp.maximum(_power_below(x), 2.0**info.minexp)
-    # 2^mantissa / binade
-    steps = jnp.uint32((254 + info.nmant) << 23) - lax.bitcast_convert_type(binade, jnp.uint32)
-    count = jnp.abs(x) * lax.bitcast_convert_type(steps, jnp.float32)
-    below = jnp.floor(count) if noise is not None else lax.round(count, lax.RoundingMethod.TO_NEAREST_EVEN)
-    count = below if noise is None else below + (noise < count - below)
-    return jnp.maximum(count, 1) * (binade * 2.0**-info.nmant)
+def _float_of(bits: jax.Array) -> jax.Array:
+    return lax.bitcast_convert_type(bits, jnp.float32)
 
 
-def _to_map(x: jax.Array, thrice: Any, noise: jax.Array | None, squared: jax.Array | None = None) -> jax.Array:
-    """Return the codes of the dynamic map, at least 1, for numbers in [0, 1].
+# ---- numbers in the floating formats
 
-    A code of n + 1 binary digits lies in the octade (8^-(k+1), 8^-k], k = bits - 1 - n, which has 2^n points, evenly
-    apart. So codes are a linear function of x in each octade, and a continuous one in all.
 
-    Args:
-      x: the numbers.
-      thrice: three times the number of bits.
-      noise: random numbers that decide between two points; ``None`` takes the nearer one.
-      squared: where stochastic rounding keeps the mean of the squares.
+def _powers_for(largest: jax.Array, dtype: str) -> tuple[jax.Array, jax.Array]:
+    """Return a power of two and its inverse: divided by it, ``largest`` is at most the least of the last binade.
+
+    Rounding up then neither overflows nor changes the scale.
     """
-    thirds = (lax.bitcast_convert_type(x, jnp.int32) - 1 >> 23) + (thrice - 127)  # ceil(log2(x)) + thrice - 1
+    last = math.frexp(float(jnp.finfo(dtype).max))[1] - 1
+    least = ((lax.bitcast_convert_type(largest, jnp.int32) - 1) >> 23) - 126  # the least with 2**least >= largest
+    power = lax.clamp(lax.full_like(least, -126), least - last, lax.full_like(least, 126))
+    return _float_of((127 + power) << 23), _float_of((127 - power) << 23)
+
+
+def _to_float(x: jax.Array, inverse: jax.Array, noise: jax.Array | None, dtype: str) -> jax.Array:
+    """Scale and round to the numbers of a format but zero, still in float32.
+
+    Below the least normal number they are as far apart as right above it, so there the rounding is that of numbers
+    above it.
+    """
+    info, size = jnp.finfo(dtype), lax.abs(x) * inverse
+    up = _where(size < 2.0**info.minexp, lax.full_like(x, 2.0**info.minexp), 0)
+    size = jnp.maximum(_to_digits(size + up, info.nmant, noise) - up, 2.0 ** (info.minexp - info.nmant))
+    return lax.sign(x) * size
+
+
+def _to_digits(x: jax.Array, digits: int, noise: jax.Array | None) -> jax.Array:
+    """Round to so many binary digits behind the first, whose next number is the next one in float32's bits, too."""
+    rest = 23 - digits
+    up = jnp.uint32(1 << (rest - 1)) if noise is None else noise >> (32 - rest)
+    bits = lax.bitcast_convert_type(x, jnp.uint32) + up
+    return _float_of(bits & jnp.uint32(2**32 - 2**rest))
+
+
+# ---- numbers in the dynamic map of the integers
+#
+# A code of n + 1 binary digits lies in the octade (8^-(k+1), 8^-k], k = bits - 1 - n, which has 2^n points, evenly
+# apart. So codes are a linear function of the number in each octade, and a continuous one in all. The bits are counted
+# without the sign, and three times, as an octade is three binades.
+
+
+def _thrice_bits(scale: jax.Array, dtype: str) -> Any:
+    return 21 if dtype == "int8" else 24 - 3 * (scale < 0).astype(jnp.int32)
+
+
+def _to_code(x: jax.Array, scale: jax.Array, bits: jax.Array | None, dtype: str) -> jax.Array:
+    thrice = _thrice_bits(scale, dtype)
+    part = lax.abs(x) / _where(scale != 0, lax.abs(scale), 1)
+    root = part if dtype == "int8" else _where(scale < 0, part, lax.sqrt(part))
+    thirds = (lax.bitcast_convert_type(root, jnp.int32) - 1 >> 23) + (thrice - 127)  # ceil(log2(root)) + thrice - 1
     n = (jnp.maximum(thirds, 0) * (11 << 18)) & 0x7F800000  # a third of it, where a float has its exponent
-    points = lax.bitcast_convert_type(n + (127 << 23), jnp.float32)
-    steps = lax.bitcast_convert_type(((124 + thrice) << 23) - (n + n), jnp.float32)  # 8^(bits - 1) / points^2
-    place = x * steps * (8 / 7)  # from zero, in steps of the octade
+    points = _float_of(n + (127 << 23))
+    steps = _float_of(((124 + thrice) << 23) - (n + n))  # 8^(bits - 1) / points^2
+    place = root * steps * (8 / 7)  # from zero, in steps of the octade
     code = place + (points * (6 / 7) - 1)
-    if squared is not None:
+    if dtype == "uint8":  # the nearer number, or the mean, is one of the squares
         below = jnp.floor(code)
         share = code - below
         both = place + place - share
-        code = _where(squared, below + share * both / (both - share + 1), code)
-    return jnp.maximum(jnp.floor(code + (0.5 if noise is None else noise)), 1)
+        code = _where(scale < 0, code, below + share * both / (both - share + 1))
+    unit = 0.5 if bits is None else (bits >> 8).astype(jnp.float32) * (2.0**-24 * (1 - 2 * _SNAP)) + _SNAP
+    code = jnp.floor(code + unit)
+    code = lax.sign(x) * jnp.maximum(code, 1)  # zero has no sign
+    return (code if dtype == "int8" else code + _where(scale < 0, lax.full_like(code, _MIDDLE), 0)).astype(dtype)
 
 
-def _point(code: jax.Array, thrice: Any) -> jax.Array:
-    """Return the exact number for a code of the dynamic map, which is given as a float."""
-    n = _power_below(code)
-    unit = 2.0**-thrice if isinstance(thrice, int) else lax.bitcast_convert_type((127 - thrice) << 23, jnp.float32)
-    return n * n * (7 * code - 6 * n + 7) * unit
-
-
-def _power_below(x: jax.Array) -> jax.Array:
-    """Return the largest power of two that is not above a normal number; 0 for zero and subnormal numbers."""
-    return lax.bitcast_convert_type(lax.bitcast_convert_type(x, jnp.uint32) & 0x7F800000, jnp.float32)
+def _from_code(code: jax.Array, scale: jax.Array, dtype: str) -> jax.Array:
+    code = code if dtype == "int8" else code - _where(scale < 0, lax.full_like(code, _MIDDLE), 0)
+    thrice, size = _thrice_bits(scale, dtype), lax.abs(code)
+    n = _float_of(lax.bitcast_convert_type(size, jnp.uint32) & 0x7F800000)  # the power of two that is not above it
+    unit = 2.0**-thrice if isinstance(thrice, int) else _float_of((127 - thrice) << 23)
+    point = n * n * (7 * size - 6 * n + 7) * unit
+    sign = lax.sign(code)
+    return (sign if dtype == "int8" else _where(scale < 0, lax.neg(sign), point)) * point * scale
 
 
 # ---- a state in these formats
@@ -348,19 +289,12 @@ Rules = tuple[tuple[str | None, Storage], ...]  # ``None`` matches every leaf
 )
 @dataclasses.dataclass(frozen=True)
 class Encoded:
-    """A stored leaf of the state.
+    """A stored leaf of the state."""
 
-    Attributes:
-      values: an array of the leaf's shape and the format's dtype.
-      values_scale: a float32 array of shape ``(..., blocks)``; ``None`` if the format has no scales.
-      storage: the format.
-      dtype: the name of the dtype that the optimizer sees.
-    """
-
-    values: Any
-    values_scale: Any
+    values: Any  # an array of the leaf's shape and the format's dtype
+    values_scale: Any  # a float32 array of shape (..., blocks); None if the format has no scales
     storage: Storage
-    dtype: str
+    dtype: str  # the name of the dtype that the optimizer sees
 
 
 class StoredState(NamedTuple):
@@ -384,52 +318,47 @@ class StoredState(NamedTuple):
     inner_state: Any
 
 
+def is_node(x: Any) -> bool:
+    return isinstance(x, (StoredState, Encoded)) or is_on_disk(x)
+
+
 def rules_of(storage: Any) -> Rules:
     """Check ``storage`` as ``offload`` takes it."""
-    if storage is None:
-        return ()
-    if not isinstance(storage, Mapping):
-        return ((None, _format(storage)),)
-    first_matches("storage", list(storage), [])  # which raises if one is no regular expression
-    return tuple((rule, _format(value)) for rule, value in storage.items())
-
-
-def _format(value: Any) -> Storage:
-    if isinstance(value, Mapping) or (isinstance(value, Sequence) and not isinstance(value, str)):
-        raise ValueError(f"storage: expected a dtype, or a mapping from paths of the state to dtypes; got {value!r}.")
-    return value if isinstance(value, Storage) else Storage(value)
+    given = {} if storage is None else storage if isinstance(storage, Mapping) else {None: storage}
+    first_matches("storage", [rule for rule in given if rule is not None], [])  # an error for no regular expression
+    for x in given.values():
+        if isinstance(x, (Mapping, Sequence)) and not isinstance(x, str):
+            raise ValueError(f"storage: expected a dtype, or a mapping from paths of the state to dtypes; got {x!r}.")
+    return tuple((rule, x if isinstance(x, Storage) else Storage(x)) for rule, x in given.items())
 
 
 def formats(rules: Rules, state: Any, params: Any, min_bytes: int) -> list[Storage | None]:
     """Return the format of every leaf of a plain state; ``None`` for a leaf that keeps its dtype.
 
-    A rule is a regular expression that matches whole components of a path in the state, ``0/mu/layers/w``. The first
-    match counts.
-
-    Raises:
-      ValueError: a rule matches no leaf, or a leaf that no format can store.
+    The first rule counts that matches whole components of a path in the state, ``0/mu/layers/w``. One that matches no
+    leaf, or a leaf that no format can store, is an error.
     """
     flat = leaves_with_paths(state)
-    names = [keystr(path, simple=True, separator="/") for path, x in flat if not stays(x, 0)]
+    arrays = [k for k, (_, x) in enumerate(flat) if not stays(x, 0)]
+    names = [keystr(flat[k][0], simple=True, separator="/") for k in arrays]
     patterns = ["" if rule is None else f"(?:^|(?<=/))(?:{rule})(?=/|$)" for rule, _ in rules]
     first, unused = first_matches("storage", patterns, names)
-    unused = [rule for k in unused if (rule := rules[k][0]) is not None]
-    if unused and jax.tree.leaves(params):  # optax probes with placeholders
+    unmatched = [rules[k][0] for k in unused if rules[k][0] is not None]
+    if unmatched and jax.tree.leaves(params):  # optax probes with placeholders
         fix = f"Rules match whole components of these paths: {', '.join(names)}."
         none = "This optimizer keeps none, so there is nothing to store in fewer bits: leave storage out."
-        raise ValueError(f"storage: {unused} match no state leaf of rank 1 or more. {fix if names else none}")
-    nodes = jax.tree_util.tree_flatten_with_path(state, is_leaf=lambda x: isinstance(x, MasterState))[0]
-    masters = [(*path, jax.tree_util.GetAttrKey("master")) for path, x in nodes if isinstance(x, MasterState)]
-    found = list[Storage | None]()
-    matching = iter(zip(names, ([*rules, (None, None)][k] for k in first), strict=True))
-    for path, x in flat:
-        name, (rule, storage) = ("", (None, None)) if stays(x, 0) else next(matching)
-        master = any(path[: len(prefix)] == prefix for prefix in masters)
-        why = _unfit(x, storage, master) if storage is not None else ""
-        if why and (rule is not None or (jnp.issubdtype(x.dtype, jnp.floating) and not master)):
-            raise ValueError(f"storage: {rule or rules[0][1].dtype!r}, for the state leaf {name}: {why}")
-        fits = storage is not None and not why and not stays(x, min_bytes)
-        found.append(storage if fits and encoded_bytes(np.shape(x), storage) < nbytes(x) else None)
+        raise ValueError(f"storage: {unmatched} match no state leaf of rank 1 or more. {fix if names else none}")
+    nodes = jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, MasterState))
+    masters = {id(x) for node in nodes if isinstance(node, MasterState) for x in jax.tree.leaves(node.master)}
+    found: list[Storage | None] = [None] * len(flat)
+    for k, name, number in zip(arrays, names, first, strict=True):
+        if number < len(rules):
+            x, (rule, storage) = flat[k][1], rules[number]
+            why = _unfit(x, storage, id(x) in masters)
+            if why and (rule is not None or (jnp.issubdtype(x.dtype, jnp.floating) and id(x) not in masters)):
+                raise ValueError(f"storage: {rule or storage.dtype!r}, for the state leaf {name}: {why}")
+            shrinks = not why and not stays(x, min_bytes) and encoded_bytes(np.shape(x), storage) < nbytes(x)
+            found[k] = storage if shrinks else None
     return found
 
 
@@ -441,7 +370,7 @@ def _unfit(x: Any, storage: Storage, master: bool) -> str:
         return f"it is {x.dtype}, and only floating numbers are stored in fewer bits. Take it out."
     if x.dtype.itemsize > 4:
         return f"it is {x.dtype}, whose range exceeds float32's. Take it out."
-    if x.dtype.itemsize < 4 and storage.dtype in ("int8", "uint8"):
+    if x.dtype.itemsize < 4 and storage.dtype in INTEGERS:
         return (
             f"it is {x.dtype}, which cannot hold the numbers of {storage.dtype}, so it would drift. optax makes "
             "moments in the parameters' dtype. Use float32 ones: jo.offload(jo.with_master_params(inner), "
@@ -451,69 +380,18 @@ def _unfit(x: Any, storage: Storage, master: bool) -> str:
     return ""
 
 
-def is_encoded(x: Any) -> bool:
-    return isinstance(x, Encoded)
-
-
-def is_stored(x: Any) -> bool:
-    return isinstance(x, StoredState)
-
-
-def plain(state: Any, leaf: Callable[[Any], Any]) -> Any:
-    """Return a state without its stored nodes. ``leaf`` maps its leaves, which may be ``Encoded`` or on disk."""
-
-    def one(x: Any) -> Any:
-        return plain(x.inner_state, leaf) if is_stored(x) else leaf(x)
-
-    return jax.tree.map(one, state, is_leaf=lambda x: is_stored(x) or is_encoded(x) or is_on_disk(x))
-
-
-def next_stored(state: StoredState, before: Any, after: Any) -> StoredState:
-    """Encode ``after`` as ``state`` is; leaves that are the same as in ``before``, its plain form, stay encoded."""
-    olds, treedef = jax.tree.flatten(state.inner_state, is_leaf=is_encoded)
-    new = jax.tree.leaves(after)
-    changed = [is_encoded(old) and x is not was for old, was, x in zip(olds, jax.tree.leaves(before), new, strict=True)]
-    seeds, kept = iter(composite(_seeds, state.rounds, n=sum(changed)) if any(changed) else []), []
-    for old, x, again in zip(olds, new, changed, strict=True):
-        now = old if is_encoded(old) else x
-        kept.append(encoded(x, old.storage, next(seeds), old.dtype) if again else now)
-    return StoredState(state.rounds + 1, jax.tree.unflatten(treedef, kept))
-
-
-def _seeds(rounds: jax.Array, *, n: int) -> list[jax.Array]:
-    """Return a seed for each of ``n`` leaves.
-
-    Each seed is computed from an opaque copy of the one before, so that all come from the same operation, which XLA
-    compiles once. The number of the round is mixed, which makes the rounds independent.
-    """
-    seeds, number = [], mixed(rounds.astype(jnp.uint32))
-    for _ in range(n):
-        number = opaque(number)
-        seeds.append(number)
-        number = jax.lax.add(number, np.uint32(0x9E3779B9))
-    return seeds
-
-
-def encoded(x: jax.Array, storage: Storage, seed: Any = None, dtype: str | None = None) -> Encoded:
-    values, *scale = composite(encode, x, *([] if seed is None else [seed]), storage=storage)
-    return Encoded(values, scale[0] if scale else None, storage, dtype or np.dtype(x.dtype).name)
-
-
-def decoded(x: Encoded) -> jax.Array:
-    return composite(decode, *jax.tree.leaves(x), storage=x.storage)[0].astype(x.dtype)
-
-
-def stored_like(wanted: Any, x: Any) -> Any:
-    """Encode a node or a leaf of a plain state like ``wanted``, each leaf in its place; ``rounds`` starts at 0."""
-    if is_stored(wanted):
-        inner = jax.tree.map(stored_like, wanted.inner_state, x, is_leaf=is_encoded)
-        return StoredState(np.zeros((), np.int32), inner)
-    if not is_encoded(wanted):
-        return x
-    got, expected = (np.shape(x), np.dtype(x.dtype).name), (wanted.values.shape, wanted.dtype)
-    if got != expected:
-        raise ValueError(f"a leaf is {got[1]}{list(got[0])}, and tx has {expected[1]}{list(expected[0])}")
-    return in_place(encoded, x, wanted.storage)
+def warn_of_unstored(rules: Rules, state: Any) -> None:
+    """Warn of complex leaves, which one dtype for all leaves cannot store."""
+    flat = leaves_with_paths(state.inner_state)
+    left = [keystr(path) for path, x in flat if not stays(x, 0) and jnp.issubdtype(x.dtype, jnp.complexfloating)]
+    if left and rules[0][0] is None:
+        warnings.warn(
+            f"storage: {rules[0][1].dtype!r} leaves {len(left)} complex leaves of the state unchanged, the first is "
+            f"{left[0]}: no format stores complex numbers. To avoid this warning, name the other leaves, such as "
+            "storage={'mu/layers': 'bfloat16'}; or train real and imaginary parts apart "
+            "(optax.contrib.split_real_and_imaginary).",
+            stacklevel=5,
+        )
 
 
 def with_storage(
@@ -529,64 +407,91 @@ def with_storage(
         return StoredState(jnp.zeros((), jnp.int32), jax.tree.unflatten(treedef, kept))
 
     def update_fn(updates: Any, state: Any, params: Any = None, **extra_args: Any) -> tuple[Any, StoredState]:
-        before = plain(state, lambda x: decoded(x) if is_encoded(x) else x)
-        new, after = inner.update(updates, before, params, **extra_args)
-        return new, next_stored(state, before, after)
+        before = plain(state, lambda x: decoded(x) if isinstance(x, Encoded) else x)
+        updates, after = inner.update(updates, before, params, **extra_args)
+        olds, treedef = jax.tree.flatten(state.inner_state, is_leaf=is_node)
+        leaves = list(zip(olds, jax.tree.leaves(before), jax.tree.leaves(after), strict=True))
+        # what passes through the update unchanged stays encoded as it is
+        changed = [k for k, (old, was, new) in enumerate(leaves) if isinstance(old, Encoded) and new is not was]
+        kept = [old if isinstance(old, Encoded) else new for old, _, new in leaves]
+        seeds = composite(_seeds, state.rounds, n=len(changed)) if changed else []
+        for k, seed in zip(changed, seeds, strict=True):
+            kept[k] = encoded(leaves[k][2], olds[k].storage, seed, olds[k].dtype)
+        return updates, StoredState(state.rounds + 1, jax.tree.unflatten(treedef, kept))
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
 
-def warn_of_unstored(rules: Rules, state: Any) -> None:
-    """Warn of complex leaves, which one dtype for all leaves cannot store."""
-    flat = jax.tree_util.tree_flatten_with_path(state.inner_state)[0]
-    left = [keystr(path) for path, x in flat if not stays(x, 0) and jnp.issubdtype(x.dtype, jnp.complexfloating)]
-    if left and rules[0][0] is None:
-        warnings.warn(
-            f"storage: {rules[0][1].dtype!r} leaves {len(left)} complex leaves of the state unchanged, the first is "
-            f"{left[0]}: no format stores complex numbers. To avoid this warning, name the other leaves, such as "
-            "storage={'mu/layers': 'bfloat16'}; or train real and imaginary parts apart "
-            "(optax.contrib.split_real_and_imaginary).",
-            stacklevel=5,
-        )
+def _seeds(rounds: jax.Array, *, n: int) -> list[jax.Array]:
+    """Return a seed for each of ``n`` leaves. The number of the round is mixed, which makes the rounds independent.
+
+    Each seed is made of an opaque copy of the one before: XLA compiles the operation, which is then the same, once.
+    """
+    seeds = [opaque(mixed(rounds.astype(jnp.uint32)))]
+    for _ in range(n - 1):
+        seeds.append(opaque(jax.lax.add(seeds[-1], np.uint32(0x9E3779B9))))
+    return seeds
+
+
+def encoded(x: jax.Array, storage: Storage, seed: Any = None, dtype: str | None = None) -> Encoded:
+    values, *scale = composite(encode, x, *([] if seed is None else [seed]), storage=storage)
+    return Encoded(values, scale[0] if scale else None, storage, dtype or np.dtype(x.dtype).name)
+
+
+def decoded(x: Encoded) -> jax.Array:
+    return composite(decode, *jax.tree.leaves(x), storage=x.storage)[0].astype(x.dtype)
+
+
+def plain(state: Any, leaf: Callable[[Any], Any]) -> Any:
+    """Return a state without its stored nodes. ``leaf`` maps its leaves, which may be ``Encoded`` or on disk."""
+
+    def one(x: Any) -> Any:
+        return plain(x.inner_state, leaf) if isinstance(x, StoredState) else leaf(x)
+
+    return jax.tree.map(one, state, is_leaf=is_node)
+
+
+def stored_like(wanted: Any, state: Any) -> Any:
+    """Encode a plain state like ``wanted``, each leaf in its place; ``rounds`` starts at 0."""
+
+    def one(wanted: Any, x: Any) -> Any:
+        if isinstance(wanted, StoredState):
+            return StoredState(np.zeros((), np.int32), stored_like(wanted.inner_state, x))
+        if not isinstance(wanted, Encoded):
+            return x
+        got, expected = (np.dtype(x.dtype).name, np.shape(x)), (wanted.dtype, wanted.values.shape)
+        if got != expected:
+            raise ValueError(f"a leaf is {got[0]}{list(got[1])}, and tx has {expected[0]}{list(expected[1])}")
+        return in_place(encoded, x, wanted.storage)
+
+    return jax.tree.map(one, wanted, state, is_leaf=is_node)
+
+
+def in_place(convert: Callable[..., Any], x: Any, *options: Any) -> Any:
+    """Return ``convert(x, *options)`` in the memory of ``x``, a leaf, plain or ``Encoded``: a state, which need not fit
+    on the device, is converted leaf by leaf."""
+    new = convert(jax.tree.map(memory.to_device, x), *options)
+    return jax.tree.map(memory.to_host, new) if memory.on_host(jax.tree.leaves(x)[0]) else new
 
 
 def adopted(state: Any, params: Any, init: Callable[[Any], Any]) -> StoredState:
-    """Check the state that is given to an update of ``with_storage``, and restore its nodes.
+    """Check that a state is stored as ``init`` stores it, and restore its nodes: ``nnx.update`` makes dicts of them.
 
-    ``nnx.update`` turns the nodes into dicts. A leaf keeps the format in which ``init`` stores it even if the first
-    update returns it in another dtype: momentum of a bfloat16 or integer leaf becomes float32 in some optimizers.
-
-    Raises:
-      ValueError: a leaf is not stored as ``init`` stores it.
+    A leaf keeps that format even if the first update returns it in another dtype: momentum of a bfloat16 or integer
+    leaf becomes float32 in some optimizers.
     """
     wanted = jax.eval_shape(lambda params: init(memory.loaded(params)), params)
-    if not any(map(is_encoded, jax.tree.leaves(state, is_leaf=is_encoded))) and types_of(state) == types_of(wanted):
+    nodes = jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, Encoded))
+    if not any(isinstance(x, Encoded) for x in nodes) and types_of(state) == types_of(wanted):
         state = jax.tree.unflatten(jax.tree.structure(wanted), jax.tree.leaves(state))
     fix = "Convert it: jo.from_plain(tx, jo.to_plain(old_tx, state)), params given where their tree is not in it."
     if not isinstance(state, StoredState):
         raise ValueError(f"state: is a {type(state).__name__}, not one that offload(..., storage=) keeps. {fix}")
-    flat = jax.tree_util.tree_flatten_with_path(state.inner_state, is_leaf=is_encoded)[0]
-    for (path, x), like in zip(flat, jax.tree.leaves(wanted.inner_state, is_leaf=is_encoded), strict=False):
+    flat = tree_flatten_with_path(state.inner_state, is_leaf=is_node)[0]
+    for (path, x), like in zip(flat, jax.tree.leaves(wanted.inner_state, is_leaf=is_node), strict=False):
         got, says = (getattr(each, "storage", None) for each in (x, like))
         if got != says:
             raise ValueError(
                 f"state: {keystr(path)} is stored as {got or x.dtype}, and storage says {says or like.dtype}. {fix}"
             )
     return state
-
-
-def in_place(convert: Callable[..., Any], x: Any, *options: Any) -> Any:
-    """Return ``convert(x, *options)`` in the memory and with the sharding of ``x``, a leaf, plain or ``Encoded``.
-
-    States are converted leaf by leaf, because the whole state need not fit on the device.
-    """
-    arrays = jax.tree.leaves(x)
-    new = (_converted if isinstance(arrays[0], Tracer) else _compiled)(convert, x, options)
-    return jax.tree.map(memory.to_host, new) if memory.on_host(arrays[0]) else new
-
-
-def _converted(convert: Callable[..., Any], x: Any, options: tuple[Any, ...]) -> Any:
-    return convert(jax.tree.map(memory.to_device, x), *options)
-
-
-_compiled = jax.jit(_converted, static_argnums=(0, 2))
