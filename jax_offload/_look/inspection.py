@@ -191,12 +191,11 @@ def _all_at_once(program: Compiled, moved: Sequence[Transfer], held: int) -> Ite
 def _host_arithmetic(schedule: Program) -> Iterator[Problem]:
     found: dict[str, dict[str, None]] = {}
     for op in (op for at in schedule.module.run for op in at.ops):
-        host = '_xla_compute_type="host"' in op.rest or op.target == "HostExecute"
+        host = '_xla_compute_type="host"' in op.attributes or op.target == "HostExecute"
         if not host or op.opcode.endswith("-done"):
             continue
-        called = re.search(r"\b(?:calls=|called_computations=\{)%([\w.\-]+)", op.rest)
-        body = schedule.module.computations.get(called[1]) if called else None
-        computed = [x for x in (body.ops if body else [op]) if x.opcode not in ("parameter", "copy", "tuple")]
+        bodies = op.called.get("calls") or op.called.get("called_computations")
+        computed = [x for x in (bodies[0].ops if bodies else [op]) if x.opcode not in ("parameter", "copy", "tuple")]
         what = "is copied within host memory by the host's cores, as XLA does not write it in place"
         if computed:
             name = next((x.scope for x in (op, *computed) if x.scope), op.name)
@@ -204,7 +203,7 @@ def _host_arithmetic(schedule: Program) -> Iterator[Problem]:
                 f"{name} is computed by the host's cores, as its operand is in host memory: move it to the device "
                 "first, jax_offload.to_device or jax.device_put(x, jax.memory.Space.Device)"
             )
-        read = [of.scope for x in op.operands if (of := schedule.buffers.argument(x)) and of.array and of.array.host]
+        read = filter(None, map(schedule.buffers.name, op.operands))
         found.setdefault(what, {}).update(dict.fromkeys(read))
     yield from (Problem(what, some(sorted(leaves)), error=False) for what, leaves in found.items())
 

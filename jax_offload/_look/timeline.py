@@ -9,13 +9,11 @@ queue is exposed. Without a schedule, ``link_time`` and ``compute_time`` give th
 
 from __future__ import annotations
 
-import bisect
 import dataclasses
 import functools
 import json
-import re
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -23,7 +21,7 @@ from typing import Any
 import jax
 
 from jax_offload._look.chips import Chip
-from jax_offload._look.hlo import RUNS, Buffers, Computation, Module, Op
+from jax_offload._look.hlo import CACHE, RUNS, SCOPE, Buffers, Computation, Module, Op
 
 Span = tuple[float, float]  # from when to when, in seconds
 
@@ -31,6 +29,7 @@ COMPUTE, LOAD, STORE = "compute", "load", "store"
 COLLECTIVES, WITHIN = "collectives", "within the device"
 SECONDS = ("step", "compute", "loading", "storing", "overlap", "exposed", "collectives", "exposed_collectives", "idle")
 UNKNOWN = "not known"
+Event = tuple[str, Any, str]  # what happens, to what, and its name
 _LANES = {
     COMPUTE: "compute",
     LOAD: "host to device",
@@ -85,27 +84,20 @@ class Transfer:
     hidden: float
 
 
-def merged(segments: Iterable[Segment]) -> list[Span]:
-    """Return the spans of time in which any of the segments runs, in order."""
-    found = list[Span]()
-    for begin, end in sorted((s.begin, s.end) for s in segments):
-        if found and begin <= found[-1][1]:
-            found[-1] = found[-1][0], max(found[-1][1], end)
-        else:
-            found.append((begin, end))
-    return found
-
-
-def without(spans: Sequence[Span], others: Sequence[Span]) -> list[Span]:
-    """Return the parts of ``spans`` in which none of ``others`` runs; both are in order and do not overlap."""
-    found, ends = list[Span](), [end for _, end in others]
-    for begin, end in spans:
-        for other in others[bisect.bisect_right(ends, begin) :]:
-            if other[0] >= end:
-                break
-            found += [(begin, other[0])] if begin < other[0] else []
-            begin = other[1]
-        found += [(begin, end)] if begin < end else []
+def busy(segments: Iterable[Segment], lanes: Collection[str], beside: Collection[str] = ()) -> list[Span]:
+    """Return the spans of time in which a segment of ``lanes`` runs and none of the lanes ``beside``, in order."""
+    seen = [s for s in segments if s.lane in lanes or s.lane in beside]
+    # At one time begins come first, so that spans which touch are one.
+    changes = sorted((time, ends, s.lane in beside) for s in seen for time, ends in ((s.begin, False), (s.end, True)))
+    found, running, since = list[Span](), {True: 0, False: 0}, None
+    for time, ends, other in changes:
+        running[other] += -1 if ends else 1
+        alone = running[False] > 0 and not running[True]
+        if alone and since is None:
+            since = time
+        elif not alone and since is not None:
+            found += [(since, time)] if since < time else []
+            since = None
     return found
 
 
@@ -113,28 +105,8 @@ def length(spans: Iterable[Span]) -> float:
     return sum((end - begin for begin, end in spans), 0.0)
 
 
-@dataclasses.dataclass(frozen=True)
-class Cost:
-    """The effects of one operation of the schedule, in the order of the attributes.
-
-    Attributes:
-      starts: the copies and collectives that it starts, each on a queue beside the arithmetic, from 0 on, by the key
-        that ``waits`` names.
-      waits: the keys of the copies and collectives that it waits for.
-      runs: another computation that it runs, and how often.
-      seconds: the seconds of its arithmetic.
-      name: the name of its arithmetic.
-    """
-
-    starts: Mapping[str, Segment] = dataclasses.field(default_factory=dict)
-    waits: tuple[str, ...] = ()
-    runs: tuple[Computation, int] | None = None
-    seconds: float = 0.0
-    name: str = ""
-
-
 class Program:
-    """A module on a chip. It works out the cost of each computation once, and plays the schedule.
+    """A module on a chip. It works out the events of each computation once, and plays the schedule.
 
     Attributes:
       segments: all that runs, in the order of the starts.
@@ -143,92 +115,11 @@ class Program:
     """
 
     def __init__(self, module: Module, chip: Chip) -> None:
-        self.chip, self.module = chip, module
-        self.cache = "S(1)" if chip.platform == "tpu" else "none"  # a TPU's on-chip memory
-        self.buffers = Buffers(module)
-        self.costs = functools.cache(self._costs)
+        self.chip, self.module, self.buffers = chip, module, Buffers(module)
+        self.events = functools.cache(lambda at: [event for event in self._events(at) if event[1] != 0])
         self.now, self.free = 0.0, defaultdict[str, float](float)
         self.segments: list[Segment] = []
         self.held = self.window = 0
-
-    def _costs(self, at: Computation) -> list[tuple[Cost, int, int]]:
-        """Return each operation's cost, the loaded bytes that it begins to hold, and those that it releases."""
-        found = [(self._cost(op), *held) for op, held in zip(at.ops, self.buffers.held(at), strict=True)]
-        return [each for each in found if each != (Cost(), 0, 0)]
-
-    def _cost(self, op: Op) -> Cost:
-        if op.opcode in RUNS:  # of branches the last one, or the one where it is true
-            first = "true_computation" in op.rest
-            return Cost(runs=(op.callees[0 if first else -1], op.trips if op.opcode == "while" else 1))
-        if op.opcode.endswith("-done"):
-            return Cost(waits=(op.begun.name,))
-        if op.opcode.endswith("-update"):
-            return Cost()
-        if copy := op.copy:
-            return Cost(starts={op.name: self._copy(op, *copy)})
-        if (nbytes := op.collective) is not None:
-            return _collective(op, nbytes / self.chip.interconnect)
-        moved = op.moved
-        traffic = sum(nbytes for x, nbytes, _ in moved if not x.host and self.cache not in x.layout)
-        matmuls = sum(n / (self.chip.bf16 if narrow else self.chip.f32) for n, narrow in op.operations)
-        seconds = max(matmuls, traffic / self.chip.hbm_bandwidth)
-        if op.starts and not matmuls:
-            return Cost(starts={op.name: Segment(WITHIN, 0.0, seconds, "")})
-        # An operation that reads or writes host memory itself waits for the copy at once.
-        starts = {
-            f"{op.name} {loads}": self._copy(op, loads, nbytes)
-            for loads in (True, False)
-            if (nbytes := sum(nbytes for x, nbytes, written in moved if x.host and written is not loads))
-        }
-        return Cost(starts=starts, waits=(*starts,), seconds=seconds, name=label(op))
-
-    def _copy(self, op: Op, loads: bool, nbytes: int) -> Segment:
-        seconds = nbytes / self.chip.host_link
-        return Segment(LOAD if loads else STORE, 0.0, seconds, leaf_of(self.buffers, op, loads), nbytes)
-
-    def play(self, at: Computation) -> None:
-        """Run a computation from now on."""
-        in_flight: dict[str, int] = {}  # the place of its segment
-        for cost, begin, end in self.costs(at):
-            self.held += begin
-            self.window = max(self.window, self.held)
-            for key, start in cost.starts.items():
-                in_flight[key] = self._start(start)
-            for key in cost.waits:
-                if key in in_flight:
-                    self._wait(in_flight.pop(key))
-            for inner in [cost.runs[0]] * cost.runs[1] if cost.runs else ():
-                self.play(inner)
-            if cost.seconds:
-                self.segments.append(Segment(COMPUTE, self.now, self.now + cost.seconds, cost.name))
-                self.now += cost.seconds
-            self.held -= end
-        for place in sorted(in_flight.values(), key=lambda place: self.segments[place].end):
-            self._wait(place)
-
-    def _start(self, start: Segment) -> int:
-        begin = max(self.now, self.free[start.lane])
-        end = self.free[start.lane] = begin + self._seconds(start, begin)
-        self.segments.append(dataclasses.replace(start, begin=begin, end=end))
-        return len(self.segments) - 1
-
-    def _seconds(self, start: Segment, begin: float) -> float:
-        """Return how long something runs on its queue. If two copies share the link, the one in flight keeps its speed,
-        and the other one gets the rest of the speed that both directions reach together."""
-        shared = max(0.0, self.free[_OTHER_WAY[start.lane]] - begin) if start.lane in _OTHER_WAY else 0.0
-        if not shared:
-            return start.end
-        alone, rest = self.chip.host_link, max(0.0, self.chip.host_link_both - self.chip.host_link)
-        if start.nbytes <= rest * shared:
-            return start.nbytes / rest
-        return shared + (start.nbytes - rest * shared) / alone
-
-    def _wait(self, place: int) -> None:
-        of = self.segments[place]
-        if of.end > self.now:
-            if of.lane == WITHIN:  # the arithmetic's own copies count as arithmetic
-                self.segments.append(Segment(COMPUTE, self.now, of.end, "copy within the device"))
-            self.now = of.end
 
     def timeline(self) -> Timeline:
         """Play the whole program."""
@@ -236,35 +127,99 @@ class Program:
         found = Timeline(tuple(self.segments), self.chip.name, window=self.window)
         return dataclasses.replace(found, link=link_time(self.chip, found.loaded, found.stored))
 
+    def play(self, at: Computation) -> None:
+        """Run a computation from now on."""
+        in_flight = defaultdict[str, list[Segment]](list)
+        for what, value, key in self.events(at):
+            if what == "hold":
+                self.held += value
+                self.window = max(self.window, self.held)
+            elif what == "run":
+                self.play(value)
+            elif what == "compute":
+                self._compute(self.now + value, key)
+            elif what == "start":
+                in_flight[key].append(self._start(value))
+            else:
+                self._wait(in_flight.pop(key, []))
+        self._wait([segment for started in in_flight.values() for segment in started])
 
-def _collective(op: Op, seconds: float) -> Cost:
-    # A TPU starts and ends a collective by custom calls in two fusions, which share the channel.
-    targets, own = {x.target for x in op.inside}, Segment(COLLECTIVES, 0.0, seconds, op.base)
-    if {"AsyncCollectiveStart", "AsyncCollectiveDone"} & targets:
-        channel = next(of[0] for x in op.inside if (of := re.search(r"channel_id=\d+", x.rest)))
-        return Cost(starts={channel: own}) if "AsyncCollectiveStart" in targets else Cost(waits=(channel,))
-    return Cost(starts={op.name: own}, waits=() if op.starts else (op.name,))
+    def _start(self, segment: Segment) -> Segment:
+        """Put a segment on its queue. If two copies share the link, the one in flight keeps its speed, and the other
+        one gets the rest of the speed that both directions reach together."""
+        begin, seconds = max(self.now, self.free[segment.lane]), segment.end
+        if segment.lane in _OTHER_WAY and (shared := self.free[_OTHER_WAY[segment.lane]] - begin) > 0:
+            rest = max(0.0, self.chip.host_link_both - self.chip.host_link)
+            later = segment.nbytes - rest * shared  # the bytes that are left once the other copy has ended
+            seconds = shared + later / self.chip.host_link if later > 0 else segment.nbytes / rest
+        end = self.free[segment.lane] = begin + seconds
+        self.segments.append(dataclasses.replace(segment, begin=begin, end=end))
+        return self.segments[-1]
+
+    def _wait(self, started: Iterable[Segment]) -> None:
+        for segment in sorted(started, key=lambda segment: segment.end):
+            if segment.end > self.now and segment.lane == WITHIN:  # the arithmetic's own copies count as arithmetic
+                self._compute(segment.end, "copy within the device")
+            self.now = max(self.now, segment.end)
+
+    def _compute(self, end: float, name: str) -> None:
+        self.segments.append(Segment(COMPUTE, self.now, end, name))
+        self.now = end
+
+    def _events(self, at: Computation) -> Iterator[Event]:
+        """Yield what happens in a computation: loaded bytes that it begins or ceases to hold, computations that it
+        runs, seconds of arithmetic, segments that start (as if at 0) and the waits for them."""
+        for op, (begin, end) in zip(at.ops, self.buffers.held(at), strict=True):
+            yield "hold", begin, ""
+            yield from self._effects(op)
+            yield "hold", -end, ""
+
+    def _effects(self, op: Op) -> Iterator[Event]:
+        if op.opcode in RUNS:  # of branches the last one, or the one where it is true
+            (inner,) = op.called.get("true_computation") or op.callees[-1:]
+            yield from [("run", inner, "")] * op.trips
+        elif op.opcode.endswith("-done"):
+            yield "wait", None, op.operands[0].name
+        elif (sent := op.collective) is not None:
+            # A TPU starts and ends a collective by custom calls in two fusions, which share the channel.
+            targets = {x.target for x in op.inside}
+            begins, ends = "AsyncCollectiveStart" in targets, "AsyncCollectiveDone" in targets
+            channels = (x.attribute(r"(channel_id=\d+)") for x in op.inside)
+            key = next(filter(None, channels)) if begins or ends else op.name
+            if not ends:
+                yield "start", Segment(COLLECTIVES, 0.0, sent / self.chip.interconnect, op.opcode), key
+            if not (begins or op.starts):
+                yield "wait", None, key
+        else:
+            copied = {lane: nbytes for lane in (LOAD, STORE) if (nbytes := op.crossing(loads=lane == LOAD))}
+            for lane, nbytes in copied.items():
+                leaf = leaf_of(self.buffers, op)
+                yield "start", Segment(lane, 0.0, nbytes / self.chip.host_link, leaf, nbytes), op.name
+            matmuls = sum(n / (self.chip.bf16 if narrow else self.chip.f32) for n, narrow in op.matmuls)
+            cached = CACHE if self.chip.platform == "tpu" else None
+            traffic = sum(nbytes for x, nbytes, _ in op.traffic if not x.host and x.space != cached)
+            seconds = max(matmuls, traffic / self.chip.hbm_bandwidth)
+            if matmuls or not op.starts:  # what reads or writes host memory itself waits for the copy at once
+                yield "wait", None, op.name
+                yield "compute", seconds, label(op)
+            elif not copied:
+                yield "start", Segment(WITHIN, 0.0, seconds, ""), op.name
 
 
 def label(op: Op) -> str:
     """The name that jax gives an operation, without the functions around it."""
     scope = op.scope.partition(";")[0]
-    if ours := re.search(r"jax_offload/(?:update|prefetch|write-back)/(.*)/", scope):
-        return f"update of {ours[1]}"
+    if (ours := SCOPE.search(scope)) and ours[2]:
+        return f"update of {ours[2]}"
     words = [word for word in scope.split("/") if word and not word.startswith("jit(")]
     return "/".join(words[-4:]) or op.name
 
 
-def leaf_of(buffers: Buffers, op: Op, loads: bool) -> str:
-    """The leaf of a copy: the argument that it reads or writes, else gradients, else the leaf in its name."""
-    made = [(op, place) for place, array in op.leaves.items() if array.host]
-    for value, place in (values := [*([] if loads else made), *((x, ()) for x in op.operands)]):
-        argument = buffers.argument(value, place)
-        if argument is not None and argument.array and argument.array.host:
-            return argument.scope or argument.name
-    gradients = any(buffers.find(*value) in buffers.gradients for value in values)
-    named = re.search(r"jax_offload/(?:prefetch|write-back)/(.*)/", op.scope)
-    return "gradients" if gradients else named[1] if named else UNKNOWN
+def leaf_of(buffers: Buffers, op: Op) -> str:
+    """The leaf of a copy: the name of its buffer in host memory, else the leaf in its own name."""
+    named = (name for x in (op, *op.operands) if x.array.host and (name := buffers.name(x)))
+    scope = SCOPE.search(op.scope)
+    return next(named, "") or (scope and scope[2]) or UNKNOWN
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -301,12 +256,8 @@ class Timeline:
         names = (name for name in SECONDS if self.collectives or "collectives" not in name)
         return "\n".join([f"ms, {how}", *(f"{name:22}{1e3 * getattr(self, name):10.3f}" for name in names)])
 
-    def spans(self, *lanes: str) -> list[Span]:
-        """Return the intervals in which any of these lanes is busy."""
-        return merged(s for s in self.segments if s.lane in lanes)
-
-    def _seconds(self, *lanes: str) -> float:
-        return length(self.spans(*lanes)) / self.steps
+    def _seconds(self, *lanes: str, beside: Collection[str] = ()) -> float:
+        return length(busy(self.segments, lanes, beside)) / self.steps
 
     @cached_property
     def step(self) -> float:
@@ -341,12 +292,12 @@ class Timeline:
     @cached_property
     def exposed_collectives(self) -> float:
         """The seconds of collectives beside which nothing is computed."""
-        return length(without(self.spans(COLLECTIVES), self.spans(COMPUTE))) / self.steps
+        return self._seconds(COLLECTIVES, beside=(COMPUTE,))
 
     @cached_property
     def exposed(self) -> float:
         """The seconds of copies that overlap with neither arithmetic nor collectives."""
-        return length(without(self.spans(LOAD, STORE), self.spans(COMPUTE, COLLECTIVES))) / self.steps
+        return self._seconds(LOAD, STORE, beside=(COMPUTE, COLLECTIVES))
 
     @cached_property
     def idle(self) -> float:
@@ -366,7 +317,7 @@ class Timeline:
     @property
     def waits(self) -> list[Span]:
         """The intervals in which a copy or a collective runs and nothing is computed."""
-        return without(self.spans(LOAD, STORE, COLLECTIVES), self.spans(COMPUTE))
+        return busy(self.segments, (LOAD, STORE, COLLECTIVES), beside=(COMPUTE,))
 
     def save(self, path: str | Path) -> None:
         """Write a trace that https://ui.perfetto.dev opens, with a lane for compute and one for each direction.
@@ -404,15 +355,14 @@ def transfers(played: Timeline, unknown: str = UNKNOWN) -> tuple[Transfer, ...]:
 
     ``unknown``: what moves where no leaf is known.
     """
-    computing = played.spans(COMPUTE)
-    found: dict[tuple[str, bool], list[Segment]] = {}
+    computing = [Segment(COMPUTE, *span, "") for span in busy(played.segments, (COMPUTE,))]
+    found = defaultdict[tuple[str, str], list[Segment]](list)
     for s in played.segments:
         if s.lane in (LOAD, STORE):
-            found.setdefault((unknown if s.name == UNKNOWN else s.name, s.lane == LOAD), []).append(s)
+            found[unknown if s.name == UNKNOWN else s.name, s.lane].append(s)
     result = []
-    for (leaf, loads), copies in found.items():
-        busy = merged(copies)
-        seconds, nbytes = length(busy), sum(s.nbytes for s in copies)
-        hidden = 1 - length(without(busy, computing)) / seconds if seconds else 1.0
-        result.append(Transfer(leaf, loads, nbytes, len(copies), hidden))
+    for (leaf, lane), copies in found.items():
+        seconds, exposed = (length(busy((*copies, *computing), (lane,), beside)) for beside in ((), (COMPUTE,)))
+        hidden = 1 - exposed / seconds if seconds else 1.0
+        result.append(Transfer(leaf, lane == LOAD, sum(s.nbytes for s in copies), len(copies), hidden))
     return tuple(result)
