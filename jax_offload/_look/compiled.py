@@ -28,7 +28,7 @@ from jax_offload._emit.run import put_whole
 from jax_offload._host.driver import Driven
 from jax_offload._host.stages import BEFORE
 from jax_offload._look.chips import Chip, chip, known_as
-from jax_offload._look.hlo import Module
+from jax_offload._look.hlo import EMPTY, Array, Module
 from jax_offload._look.report import fix_of, jitted, may_be_step, of_states, opened, replaced
 from jax_offload._program import private
 from jax_offload._program.memory import HOST_KIND, in_its_memory, is_host_aval, sharding_of
@@ -54,7 +54,7 @@ class Argument:
     """An array among the arguments of a step.
 
     Attributes:
-      name: its name, or the end of it without the step's argument that contains the array.
+      name: its path; until the program is compiled, perhaps without the step's argument that contains it.
       host: whether it is in host memory when it is handed over.
       state: whether it belongs to the state of an optimizer.
       gradient: whether it waits for the update, between two calls of a pipelined step.
@@ -65,6 +65,7 @@ class Argument:
       has_layers: whether ``jax_offload.jit`` would load it layer by layer instead.
       updated: whether it belongs to the state of an ``offload`` in the step.
       donated: whether the caller donates it.
+      array: its type in the program.
     """
 
     name: str
@@ -77,6 +78,7 @@ class Argument:
     has_layers: bool = False
     updated: bool = False
     donated: bool = False
+    array: Array = EMPTY
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,7 +88,7 @@ class Compiled:
     Attributes:
       module: the scheduled program.
       memory: XLA's figures.
-      given: the arguments, as handed over, by the number that they have in the program.
+      given: the arguments that are known, by the number that they have in the program.
       target: the chip's or the platform's name.
       chip: its figures, where there are any.
       compiled_for: whether it was compiled for a chip that is not there.
@@ -108,17 +110,17 @@ class Compiled:
         """The peak of device memory by kind, in bytes; XLA's analysis counts all memory of a CPU as device memory."""
         m = self.memory
         parts: dict[str, int] = {"parameters": 0, "state on the device": 0, "gradients": 0, "other arguments": 0}
-        results = Counter((x.dtype, x.shape) for x in self.module.given_back.values())
-        for number, array in sorted(self.module.taken.items()):
+        results = Counter(self.module.given_back.values())
+        for number, array in self.module.taken.items():
             given, floating = self.given.get(number), re.match(r"bf|f\d", array.dtype)
-            kind, returned = "other arguments", results[array.dtype, array.shape] > 0
-            results[array.dtype, array.shape] -= 1
+            kind = "other arguments"
             if given is not None and given.state:
                 kind = "state on the device"
             elif given is not None and given.gradient and floating:
                 kind = "gradients"
-            elif floating and array.shape and returned:
+            elif floating and array.shape and results[array] > 0:
                 kind = "parameters"  # returned, and part of no state
+            results[array] -= 1
             parts[kind] += 0 if array.host and self.target != "cpu" else array.nbytes
         parts["other arguments"] += m.argument_size_in_bytes - sum(parts.values())  # a TPU pads them
         parts["new results"] = m.output_size_in_bytes - m.alias_size_in_bytes
@@ -171,44 +173,33 @@ def _lowered(
     arguments: Sequence[Argument],
     options: Mapping[str, Any],
 ) -> Compiled:
-    """Lower and compile a step.
-
-    Args:
-      step: the step, traced.
-      given: its (args, kwargs).
-      to: the chip to compile for; ``None``: the step's own devices.
-      arguments: its arguments.
-      options: the compiler's options.
-    """
+    """Lower and compile a traced step with its (args, kwargs), for a target or for its own devices."""
     if to is None:
-        return _of_jax(step.lower().compile(), arguments)
-    if to.missing:
-        raise ValueError(
-            f"target: {to.missing}, which compiles for {to.name}, is not installed: pip install 'jax_offload[aot]'."
-        )
-    places = [s for x in jax.tree.leaves(given) if (s := getattr(x, "sharding", None)) is not None]
-    if elsewhere := [d.platform for s in places for d in s.device_set if d.platform != "cpu"]:
-        raise ValueError(
-            f"target: to compile for {to.name} the arguments must be abstract or on the CPU; some are on "
-            f"{elsewhere[0]}. Start jax with JAX_PLATFORMS=cpu, or hand over jax.ShapeDtypeStructs on a mesh of "
-            "jax.devices('cpu')."
-        )
-    lowered = step.lower(lowering_platforms=(to.platform,))
-    n = max((len(s.device_set) for s in places), default=1)
-    executable = compile_for(to, lowered.compiler_ir("stablehlo"), n, dict(options))
-    module, memory = Module(executable.hlo_modules()[0].to_string()), executable.get_compiled_memory_stats()
-    return Compiled(module, memory, _numbered(module, arguments), to.name, to.chip, compiled_for=True)
-
-
-def _of_jax(executable: Any, arguments: Sequence[Argument]) -> Compiled:
-    """Read an executable for devices that are there."""
-    shardings = jax.tree.leaves(executable.input_shardings)  # of those arguments that the program has kept
-    devices = next((list(s.device_set) for s in shardings if s.device_set), None) or jax.local_devices()
-    kind = devices[0].device_kind
-    named, module = known_as(kind), Module(executable.as_text())
-    given = _numbered(module, arguments)
-    target, its_chip = (devices[0].platform, None) if named is None else (kind, chip(named))
-    return Compiled(module, executable.memory_analysis(), given, target, its_chip)
+        executable: Any = step.lower().compile()
+        shardings = jax.tree.leaves(executable.input_shardings)  # of those arguments that the program has kept
+        device = next((device for s in shardings for device in s.device_set), jax.local_devices()[0])
+        named = known_as(device.device_kind)
+        name, its_chip = (device.device_kind, chip(named)) if named else (device.platform, None)
+        text, memory = executable.as_text(), executable.memory_analysis()
+    else:
+        wheel = "jax-cuda13-plugin" if to.platform == "cuda" else "libtpu"
+        if importlib.util.find_spec(wheel.replace("-", "_")) is None:
+            raise ValueError(
+                f"target: {wheel}, which compiles for {to.name}, is not installed: pip install 'jax_offload[aot]'."
+            )
+        places = [s for x in jax.tree.leaves(given) if (s := getattr(x, "sharding", None)) is not None]
+        if elsewhere := [d.platform for s in places for d in s.device_set if d.platform != "cpu"]:
+            raise ValueError(
+                f"target: to compile for {to.name} the arguments must be abstract or on the CPU; some are on "
+                f"{elsewhere[0]}. Start jax with JAX_PLATFORMS=cpu, or hand over jax.ShapeDtypeStructs on a mesh of "
+                "jax.devices('cpu')."
+            )
+        lowered = step.lower(lowering_platforms=(to.platform,)).compiler_ir("stablehlo")
+        executable = compile_for(to, lowered, max((len(s.device_set) for s in places), default=1), dict(options))
+        name, its_chip = to.name, to.chip
+        text, memory = executable.hlo_modules()[0].to_string(), executable.get_compiled_memory_stats()
+    module = Module(text)
+    return Compiled(module, memory, _numbered(module, arguments), name, its_chip, compiled_for=to is not None)
 
 
 # -- what the arguments are
@@ -223,11 +214,8 @@ def _given(
 ) -> list[Argument]:
     """Describe the arguments of a traced step in jax's order.
 
-    Args:
-      step: the step.
-      kept: for each of them whether the update that owns it keeps it in host memory.
-      carried: the arguments that a pipelined step carries, as dicts by their names.
-      as_jitted: whether to compare the step with what ``jax_offload.jit`` would make of it.
+    ``kept``: for each, whether the update that owns it keeps it in host memory. ``carried``: the arguments that a
+    pipelined step carries. ``as_jitted``: whether to compare the step with what ``jax_offload.jit`` would make of it.
     """
     put, nexts = _put_whole(step.jaxpr), _replacing(step)
     left = _put_whole(rewritten(step.jaxpr)) if as_jitted and any(put) else put
@@ -266,9 +254,10 @@ def _replacing(step: Any) -> dict[int, int]:
 def _numbered(module: Module, given: Sequence[Argument]) -> dict[int, Argument]:
     """Return the arguments by number in the program, which leaves out unused ones and has jax's names for them."""
     found, left = dict[int, Argument](), list(given)
-    for number, op in sorted(module.arguments.items()):
+    for number, op in module.arguments.items():
         if (k := next((k for k, x in enumerate(left) if op.scope.endswith(x.name)), None)) is not None:
-            found[number], left = left[k], left[k + 1 :]
+            found[number] = dataclasses.replace(left[k], name=op.scope, array=module.taken[number])
+            left = left[k + 1 :]
     return found
 
 
@@ -363,12 +352,6 @@ class Target:
     def platform(self) -> str:
         """The platform for jax's lowering: ``cuda`` or ``tpu``."""
         return self.chip.platform
-
-    @property
-    def missing(self) -> str:
-        """The wheel that has to be installed to compile for this target; empty if it is there."""
-        wheel, module = ("jax-cuda13-plugin", "jax_cuda13_plugin") if self.platform == "cuda" else ("libtpu", "libtpu")
-        return "" if importlib.util.find_spec(module) else wheel
 
 
 def target_of(name: str) -> Target:

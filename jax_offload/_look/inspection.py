@@ -62,7 +62,7 @@ def _nothing_there(program: Compiled) -> Iterator[Problem]:
     given, module = program.given, program.module
     if any(x.host for x in given.values()) or program.host_elsewhere or module.uses_host:
         return
-    state = [module.taken[number].nbytes for number, x in given.items() if x.state]
+    state = [x.array.nbytes for x in given.values() if x.state]
     what = (
         f"; its optimizer state has {len(state)} leaves, {in_mib(sum(state))} MiB, on the device. Wrap the "
         "optimizer, jax_offload.offload(...), and make the state with its init; or move one that is there: "
@@ -75,57 +75,55 @@ def _nothing_there(program: Compiled) -> Iterator[Problem]:
 
 
 def _not_where_they_should_be(program: Compiled) -> Iterator[Problem]:
-    arrays, names = program.module.taken, {n: op.scope for n, op in program.module.arguments.items()}
+    given, results = program.given, program.module.given_back
     # Matched by type: a compiled program does not say which argument a result replaces. A gradient in host memory is
     # used up.
     taken = Counter(
-        (x.dtype, x.shape) for n, x in arrays.items()
-        if x.host and (n not in program.given or program.given[n].kept_on_host is not False)
+        array for number, array in program.module.taken.items()
+        if array.host and (number not in given or given[number].kept_on_host is not False)
     )  # fmt: skip
-    results = program.module.given_back
-    given_back = Counter((x.dtype, x.shape) for x in results.values() if x.host)
-    # A function without an update, such as an evaluation, need not return what it reads.
-    evaluates = all(given.kept_on_host is None for given in program.given.values())
-    on_device = Counter((x.dtype, x.shape) for x in results.values() if not x.host)
-    for number, given in program.given.items():
-        array, kept = arrays.get(number), given.kept_on_host
-        if array is None:
-            continue
+    on_host, on_device = (Counter(x for x in results.values() if x.host is host) for host in (True, False))
+    for x in given.values():
+        kept = x.kept_on_host
         if kept is None:  # no update is seen
-            kept = given.state and given_back[array.dtype, array.shape] > taken[array.dtype, array.shape]
-        if given.host and not array.host:
+            kept = x.state and on_host[x.array] > taken[x.array]
+        if x.host and not x.array.host:
             what = (
                 "is handed over in host memory, and the program takes it on the device. Leave in_shardings out, or let "
                 "them name its memory"
             )
-            yield Problem(what, names[number])
-        elif kept and not given.host:
+            yield Problem(what, x.name)
+        elif kept and not x.host:
             what = (
                 "belongs in host memory and arrives on the device, where it stays throughout the step. Move it before, "
                 "jax_offload.to_host(tx, state), or restore into jax_offload.abstract_state(tx, params)"
             )
-            yield Problem(what, names[number])
-    for (dtype, shape), times in taken.items():
-        alike = [n for n, x in arrays.items() if (x.dtype, x.shape, x.host) == (dtype, shape, True)]
-        lost = times - given_back[dtype, shape]
-        if (min(lost, on_device[dtype, shape]) if evaluates else lost) > 0:
-            places = {n: program.given[n].replaced_by for n in alike if n in program.given}
-            gone = [n for n, k in places.items() if k is None or not results[(k,)[: len(results) > 1]].host]
+            yield Problem(what, x.name)
+    # A function without an update, such as an evaluation, need not return what it reads.
+    evaluates = all(x.kept_on_host is None for x in given.values())
+    for array, times in taken.items():
+        lost = times - on_host[array]
+        if (min(lost, on_device[array]) if evaluates else lost) > 0:
+            numbers = [number for number, x in program.module.taken.items() if x == array and x.host]
+            alike = [given[number] for number in numbers if number in given]
+            places = [(x, x.replaced_by) for x in alike]
+            gone = [x.name for x, k in places if k is None or not results[(k,)[: len(results) > 1]].host]
+            these = f"{array.dtype}{list(array.shape)}"
             what = (
-                f"{lost} of {times} leaves {dtype}{list(shape)} in host memory are not returned there: the next step "
-                "finds them on the device. Return their next values, and where there are out_shardings, let them name "
-                "host memory, as the sharding of the argument and of jax_offload.abstract_state(tx, params) do"
+                f"{lost} of {times} leaves {these} in host memory are not returned there: the next step finds them on "
+                "the device. Return their next values, and where there are out_shardings, let them name host memory, "
+                "as the sharding of the argument and of jax_offload.abstract_state(tx, params) do"
             )
             # what is donated has no other next value; a gradient of parameters only looks like one
-            replaces = not evaluates or any(program.given[n].donated for n in places)
-            yield Problem(what, some([names[n] for n in gone or alike]), error=replaces)
+            replaces = not evaluates or any(x.donated for x in alike)
+            every = [program.module.arguments[number].scope for number in numbers]
+            yield Problem(what, some(gone or every), error=replaces)
 
 
 def _put_whole(program: Compiled) -> Iterator[Problem]:
     """Find arrays in host memory that the step itself loads whole: an error where they could be loaded by layers."""
-    for number, given in program.given.items():
-        array = program.module.taken.get(number)
-        if not given.put_whole or array is None or array.nbytes < _LARGE:
+    for given in program.given.values():
+        if not given.put_whole or given.array.nbytes < _LARGE:
             continue
         why = (
             "jax_offload.jit(step) loads it layer by layer"
@@ -134,8 +132,8 @@ def _put_whole(program: Compiled) -> Iterator[Problem]:
             if given.updated
             else "no layer reads it by rows; params = jax_offload.to_host(params, loss, batch) keeps it on the device"
         )
-        what = f"is loaded as a whole, {in_mib(array.nbytes)} MiB: {why}"
-        yield Problem(what, program.module.arguments[number].scope, error=given.has_layers)
+        what = f"is loaded as a whole, {in_mib(given.array.nbytes)} MiB: {why}"
+        yield Problem(what, given.name, error=given.has_layers)
 
 
 def _crossed(program: Compiled) -> Iterator[Problem]:
