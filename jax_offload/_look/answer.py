@@ -13,12 +13,11 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import textwrap
 from functools import cached_property
 from typing import Any
 
 from jax_offload._look.chips import FRACTION, HEADROOM, MOST, Chip, jax_takes, on_gpus, share_for, usable
-from jax_offload._look.text import aligned, in_bytes, in_seconds, terminal_width
+from jax_offload._look.text import aligned, in_bytes, in_seconds, paragraph
 from jax_offload._look.timeline import link_time
 from jax_offload._program.memory import POOL_HEADROOM, POOL_VARIABLE, pool_limit
 
@@ -112,21 +111,21 @@ class Row:
             return "?" if self.added is None else "nothing"
         return in_seconds(self.added) if self.overhead is None else f"{self.overhead:.1%}"
 
-    def _cells(self) -> tuple[str, ...]:
+    def _cells(self) -> list[str]:
         why = self.why.replace("activations stay", "act. stay")
         fits = "yes" if self.fits else f"no, {why}" if self.fits is False else why
-        gradients = "in act." if self.compiled else _gib(self.gradients)
-        parts = (self.state, self.window, self.activations, self.peak)
-        name = self.name if self.same_numbers else f"{self.name} *"
-        return name, _gib(self.parameters), gradients, *map(_gib, parts), fits, _gib(self.host), self.adds
+        parts = [self.parameters, self.gradients, self.state, self.window, self.activations, self.peak, self.host]
+        *gib, host = ["?" if part is None else f"{part / 2**30:.2f}" if part else "-" for part in parts]
+        gib[1] = "in act." if self.compiled else gib[1]
+        return [self.name if self.same_numbers else f"{self.name} *", *gib, fits, host, self.adds]
 
-    def _details(self) -> str:
+    def _details(self) -> list[str]:
         loaded = "once or twice as much" if self.loaded is None else in_bytes(self.loaded)
         said = [f"{in_bytes(self.stored)} to the host in a step and {loaded} from it"]
         said += [] if self.link is None else [f"the link alone {in_seconds(self.link)}"]
         said += [f"{in_bytes(self.disk)} on disk"] if self.disk else []
         said += [f"compiled for {self.compiled}"] if self.compiled else []
-        return "; ".join(said)
+        return ["", f"{self.name}: {self.code}", f"  {'; '.join(said)}"]
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -164,25 +163,30 @@ class Plan:
     @property
     def usable(self) -> int | None:
         """Bytes that a row may take: jax's share of ``device_memory``, less the headroom; ``None`` if not known."""
-        memory = self.device_memory
-        return None if memory is None else usable(self.chip, memory)
+        return None if self.device_memory is None else usable(self.chip, self.device_memory)
 
     def judged(self, row: Row, compute: float | None = None) -> Row:
-        """Complete a row with the time that its transfers add, by the model of time, and with whether it fits.
-
-        ``compute``: the seconds of arithmetic in the compiled step, if there is one.
-        """
+        """Complete a row: the time that its transfers add to ``compute`` seconds of arithmetic, and whether it fits."""
         link, added = self._seconds(row) if row.added is None else (row.link, row.added)
         compute = self.compute if compute is None else compute
         share = None if added is None or not compute else added / compute
         row = dataclasses.replace(row, link=link, added=added, overhead=share)
-        if row.fits is False or self.usable is None:  # or the compiler says so
-            return row
-        room, over = self.usable - row.peak, self._over_on_the_host(row)
-        fits, why = None if row.missing else True, _condition(row, room)
+        # the compiler may have said already that it does not fit
+        return row if row.fits is False or self.usable is None else self._fitted(row, self.usable)
+
+    def _fitted(self, row: Row, usable: int) -> Row:
+        """Say whether and why a row fits into the usable bytes of a device, and into the host's memory."""
+        room, over = usable - row.peak, self._over_on_the_host(row)
+        verb = "stays" if row.missing == ("the window",) else "stay"
+        why = f"if {' and '.join(row.missing)} {verb} below {in_bytes(room)}" if row.missing else ""
         if room < 0 or over > 0:
-            fits, why = False, f"{in_bytes(-room)} over" if room < 0 else f"host: {in_bytes(over)} over"
-        return dataclasses.replace(row, room=room, fits=fits, why=why)
+            why = f"{in_bytes(-room)} over" if room < 0 else f"host: {in_bytes(over)} over"
+            return dataclasses.replace(row, room=room, fits=False, why=why)
+        return dataclasses.replace(row, room=room, fits=None if row.missing else True, why=why)
+
+    def _over_on_the_host(self, row: Row) -> int:
+        """Return the bytes by which a row exceeds the host's memory less its headroom, or 0."""
+        return 0 if self.host_memory is None else max(0, row.host - int(self.host_memory * (1 - 2 * HEADROOM)))
 
     def _seconds(self, row: Row) -> tuple[float | None, float | None]:
         """Return the seconds that a row's transfers take alone, and those that they add to a step."""
@@ -201,10 +205,6 @@ class Plan:
             return link, link
         forward = FORWARD / self.operations
         return link, max(0.0, link - (forward if pipelined else 1 - forward) * (self.compute or 0.0))
-
-    def _over_on_the_host(self, row: Row) -> int:
-        """Return the bytes by which a row exceeds the host's memory less its headroom, or 0."""
-        return 0 if self.host_memory is None else max(0, row.host - int(self.host_memory * (1 - 2 * HEADROOM)))
 
     @cached_property
     def _ranked(self) -> list[Row]:
@@ -231,10 +231,10 @@ class Plan:
 
     def __getitem__(self, name: str) -> Row:
         """Return the row of that name; ``KeyError`` if there is none."""
-        for row in self.options:
-            if row.name == name:
-                return row
-        raise KeyError(f"{name!r} is none of {[row.name for row in self.options]}")
+        rows = {row.name: row for row in self.options}
+        if name not in rows:
+            raise KeyError(f"{name!r} is none of {[*rows]}")
+        return rows[name]
 
     def to_dict(self) -> dict[str, Any]:
         """Return everything as JSON types, in bytes and seconds."""
@@ -246,18 +246,13 @@ class Plan:
 
     def describe(self, verbose: bool = False) -> str:
         """Return the printed form. ``verbose`` adds each row's transfers and code, and the chip's sources."""
-        width = terminal_width()
-        lines = textwrap.wrap(self.verdict, width, break_on_hyphens=False)
+        lines = paragraph(self.verdict, indent="")
         lines += [*(f"  {line}" for line in self.code.splitlines()), "", "GiB on one device:"]
         lines += aligned([HEADER, *(row._cells() for row in self.options)], range(1, len(HEADER)))
-        if not all(row.same_numbers for row in self.options):
-            lines.append("* changes the numbers")
-        lines.append("")
-        for said in self.assumptions:
-            lines += textwrap.wrap(said, width, initial_indent="- ", subsequent_indent="  ", break_on_hyphens=False)
+        lines += [] if all(row.same_numbers for row in self.options) else ["* changes the numbers"]
+        lines += ["", *(line for said in self.assumptions for line in paragraph(said, begin="- "))]
         if verbose:
-            for row in self.options:
-                lines += ["", f"{row.name}: {row.code}", f"  {row._details()}"]
+            lines += [line for row in self.options for line in row._details()]
             chip = self.chip
             lines += ["", *(f"{chip.name}.{key}: {source}" for key, source in chip.sources.items())] if chip else []
         return "\n".join(lines)
@@ -276,95 +271,88 @@ class Plan:
         setting = f"With {FRACTION}={share:g} in the environment,"
         resident = next((row for row in self.options if row.name == "resident"), None)
         if best is None:
-            same = [row for row in self._ranked if row.same_numbers] or self._ranked
-            least = min(same, key=lambda row: row.peak)
-            first = f"Nothing fits: {least.name} takes least and is {least.why} on {on}."
-            second = "Divide the parameters over the devices (FSDP), or take more or larger ones."
-            if on_device := [row for row in same if (row.room or 0) >= 0]:
-                least = min(on_device, key=self._over_on_the_host)
-                over = in_bytes(self._over_on_the_host(least))
-                first = f"Nothing fits: {least.name} needs {over} more of the host's memory for each device."
-                second = "Take a host with more, a state on disk (disk=True), or more devices."
-            elif (takes := least.activations or 0) > least.peak / 2:
-                second = f"Activations take {in_bytes(takes)}: take fewer tokens a step, or more devices."
-            if larger is not None:
-                fits = _condition(larger, int((self.device_memory or 0) * share * (1 - HEADROOM)) - larger.peak)
-                second = f"{setting} {WORDS.get(larger.name, larger.name)} fits {fits}".rstrip()
-                return f"{first} {second}.", f"export {FRACTION}={share:g}\n{larger.code}", larger
-            return f"{first} {second}", "", None
-        name = WORDS.get(best.name, best.name)
-        changes = "" if best.same_numbers else ", and changes the numbers, as nothing else fits"
-        is_over = "" if resident is None or not resident.why else f"Resident is {resident.why}"
+            first, second = self._nothing(on)
+            if larger is None:
+                return f"{first} {second}", "", None
+            second = f"{setting} {WORDS.get(larger.name, larger.name)} fits {larger.why}".rstrip()
+            return f"{first} {second}.", f"export {FRACTION}={share:g}\n{larger.code}", larger
+        name, resident_is = WORDS.get(best.name, best.name), f"Resident is {resident.why}" if resident else ""
+        adds = "" if best.added is None or best.fits is None else f" and adds {best.adds} to a step"
+        adds += "" if best.same_numbers else ", and changes the numbers, as nothing else fits"
+        how = best.why or f"with {in_bytes(best.peak)} of the {in_bytes(self.usable)} usable"
+        first = f"{name} fits {how} on {on}{adds}."
         if best.fits is None:
-            second = f"{is_over}; {ASK}" if resident and resident.fits is False else ASK.capitalize()
-            first = f"{name} fits {best.why} on {on}{changes}. {second}, and plan finds the smallest fraction."
-            return first[0].upper() + first[1:], best.code, best
-        adds = "" if best.added is None else f" and adds {best.adds} to a step"
-        first = f"{name} fits with {in_bytes(best.peak)} of the {in_bytes(self.usable)} usable on {on}{adds}{changes}."
-        if best.host and larger is not None and larger is resident and not larger.missing:
+            ask = f"{resident_is}; {ASK}" if resident and resident.fits is False else ASK.capitalize()
+            second = f"{ask}, and plan finds the smallest fraction."
+        elif best is resident:
+            second = "Nothing has to be offloaded."
+        elif best.host and larger is not None and larger.name == "resident" and not larger.missing:
             return f"{setting} nothing has to be offloaded: resident then fits. Without it, {first}", best.code, best
-        second = f"{is_over}." if is_over else "No other row is cheaper."
-        second = "Nothing has to be offloaded." if best is resident else second
+        else:
+            second = f"{resident_is}." if resident and resident.why else "No other row is cheaper."
         return f"{first[0].upper()}{first[1:]} {second}", best.code, best
+
+    def _nothing(self, on: str) -> tuple[str, str]:
+        """Return what is short if nothing fits, and what to do."""
+        same = [row for row in self._ranked if row.same_numbers] or self._ranked
+        least = min(same, key=lambda row: row.peak)
+        if on_device := [row for row in same if (row.room or 0) >= 0]:
+            least = min(on_device, key=self._over_on_the_host)
+            needs = f"{least.name} needs {in_bytes(self._over_on_the_host(least))} more of the host's memory"
+            advice = "Take a host with more, a state on disk (disk=True), or more devices."
+            return f"Nothing fits: {needs} for each device.", advice
+        first = f"Nothing fits: {least.name} takes least and is {least.why} on {on}."
+        if (takes := least.activations or 0) > least.peak / 2:
+            return first, f"Activations take {in_bytes(takes)}: take fewer tokens a step, or more devices."
+        return first, "Divide the parameters over the devices (FSDP), or take more or larger ones."
 
     @cached_property
     def _with_a_larger_share(self) -> tuple[Row | None, float]:
         """The cheapest row that fits only if jax takes a larger share of a GPU's memory than now, and the share."""
+        memory = self.device_memory or 0
         for row in self._ranked:
-            share = share_for(self.chip, self.device_memory or 0, row.peak)
+            share = share_for(self.chip, memory, row.peak)
             if (row.room or 0) < 0 and share <= MOST and not self._over_on_the_host(row):
-                return row, MOST if row.missing else share
+                share = MOST if row.missing else share
+                return self._fitted(row, int(memory * share * (1 - HEADROOM))), share
         return None, MOST
 
     @cached_property
     def assumptions(self) -> tuple[str, ...]:
         """The inputs and the assumptions, as printed."""
-        found, best, compiled = [*self.said], self._answer[2], any(row.compiled for row in self.options)
+        found, best, chip = [*self.said], self._answer[2], self.chip
         if self.device_memory is not None and self.usable is not None:
-            found.append(
-                f"memory: {in_bytes(self.device_memory)}; {jax_takes(self.chip)[1]}; less {HEADROOM:.0%} headroom, "
-                f"{in_bytes(self.usable)} count"
-            )
+            takes = f"{jax_takes(chip)[1]}; less {HEADROOM:.0%} headroom, {in_bytes(self.usable)} count"
+            found.append(f"memory: {in_bytes(self.device_memory)}; {takes}")
         if any(row.activations is None for row in self.options):
             found.append("activations: not known, in no sum")
-        found.append(self._time(compiled))
+        found.append("time: not known without a chip" if chip is None else self._time(chip))
         if best is not None and best.host:
             there = "not checked without a chip or host_memory"
             if self.host_memory is not None:
-                of = f" ({self.chip.name})" if self.chip and self.host_memory == self.chip.dram_bytes else ""
+                of = f" ({chip.name})" if chip and self.host_memory == chip.dram_bytes else ""
                 there = f"each has {in_bytes(self.host_memory)}{of}, less {2 * HEADROOM:.0%} headroom"
             found.append(f"host: {in_bytes(best.host)} of pinned memory for each device; {there}")
             needed = math.ceil(best.host * min(self.devices, ON_A_HOST) * POOL_HEADROOM / 2**30)
-            if on_gpus(self.chip) and needed * 2**30 > pool_limit():
+            if on_gpus(chip) and needed * 2**30 > pool_limit():
                 found.append(f"environment: {POOL_VARIABLE}={needed} before jax starts, with one process per host")
         return tuple(found)
 
-    def _time(self, compiled: bool) -> str:
+    def _time(self, chip: Chip) -> str:
         """Return the inputs of the model of time."""
-        chip = self.chip
-        if chip is None:
-            return "time: not known without a chip"
+        compiled = any(row.compiled for row in self.options)
         how = "simulated from the compiled schedule, not measured" if compiled else "a model, not measured"
         one, both, source = chip.host_link / 1e9, chip.host_link_both / 2e9, chip.sources.get("host_link_both", "")
         known = next((f", {word}" for word in ("measured", "assumed") if source.startswith(word)), "")
         said = f"time: {how}: {chip.name}'s link {one:g} GB/s one way, {both:g} each way at once{known}"
         if any(row.on_cores for row in self.options):
             said += f", DRAM {chip.dram_bandwidth / 1e9:g} per card"
-        if compiled:
-            return said
-        if not self.compute:
-            return f"{said}; without tokens nothing is hidden"
-        hides = f"backward pass ({self.operations - FORWARD}/{self.operations}) hides copies"
+        if compiled or not self.compute:
+            return said if compiled else f"{said}; without tokens nothing is hidden"
         if any(row.waits for row in self.options):
-            hides = f"forward pass ({FORWARD}/{self.operations}) hides jo.pipelined's copies; nothing hides jo.jit's, "
-            hides += "which take turns"
-        return f"{said}; the {hides}"
-
-
-def _condition(row: Row, room: int) -> str:
-    """Return the condition under which a row fits, given the room that is left."""
-    verb = "stays" if row.missing == ("the window",) else "stay"
-    return f"if {' and '.join(row.missing)} {verb} below {in_bytes(room)}" if row.missing else ""
+            hides = f"the forward pass ({FORWARD}/{self.operations}) hides jo.pipelined's copies"
+            return f"{said}; {hides}; nothing hides jo.jit's, which take turns"
+        return f"{said}; the backward pass ({self.operations - FORWARD}/{self.operations}) hides copies"
 
 
 def _by_cost(row: Row) -> tuple[Any, ...]:
@@ -372,7 +360,3 @@ def _by_cost(row: Row) -> tuple[Any, ...]:
     fits = {True: 0, None: 1, False: 2}[row.fits]
     added = math.inf if row.added is None else round(row.added, 6)
     return fits, not row.same_numbers, added, row.disk, row.on_cores, (row.loaded or 0) + row.stored
-
-
-def _gib(nbytes: int | None) -> str:
-    return "?" if nbytes is None else "-" if not nbytes else f"{nbytes / 2**30:.2f}"

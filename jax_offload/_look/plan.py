@@ -14,7 +14,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.core import Tracer
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 from jax.tree_util import tree_map_with_path
 
@@ -25,7 +24,7 @@ from jax_offload._look.chips import Chip
 from jax_offload._look.chips import chip as chip_of
 from jax_offload._look.compiled import target_of
 from jax_offload._look.inspection import inspect
-from jax_offload._look.report import of_transformation, replaced
+from jax_offload._look.report import in_host_memory, of_transformation, replaced
 from jax_offload._look.text import bytes_of, count_of, in_bytes, in_seconds
 from jax_offload._look.timeline import compute_time
 from jax_offload._offload import offload
@@ -42,15 +41,11 @@ from jax_offload._step.pipelined import Pipelined, pipelined
 RECOMPUTED = 17  # elements that the one layer under recomputation holds, for each token and column of its width
 GATHERED = 3  # layers that are whole on a device where parameters are divided: in use, prefetched, and a gradient
 TRIES = 3  # how many fractions are tried
-ADVICE = "nothing is compiled: pip install 'jax_offload[aot]' and target=\"h100\" give each row's peak and time"
 FLOATING = ("bfloat16", "float16", "float32", "float64")
 AXIS = "data"  # the mesh axis of a model that is only known by its number of parameters
 PER_WIDTH = 128  # such a model has this many columns of width per layer, and its width is a multiple of this
 
 _RUN: dict[str, Callable[..., Any]] = {"jax.jit": jax.jit, "jo.jit": jit, "jo.pipelined": pipelined}
-_OPTIMIZERS = optax.GradientTransformation | optax.MultiSteps
-_OF_A_NUMBER = {"devices": 1, "replicated": False, "param_dtype": "bfloat16"}
-_DEFAULTS = {name: option.default for name, option in signatures.signature(offload).parameters.items()}
 
 
 def plan(
@@ -128,37 +123,40 @@ def plan(
     """
     if target is not None and chip is None:
         chip = target_of(target).chip
-    known, said, made = None if chip is None else chip_of(chip), list[str](), None
-    if callable(tx) and isinstance(params, _OPTIMIZERS):
-        made, tx = Steps(tx, args, target), _transformation(params)
-        params = made.parameters(_inner_of(tx)[0])
-        said += [ADVICE] if target is None else []
-    else:
-        tx = _transformation(tx)
-        if args:
-            raise TypeError(
-                f"plan(tx, params) takes the parameters alone, and plan(make, tx) a function that makes a step; got "
-                f"{2 + len(args)} arguments. To look at one step: jo.inspect(step, *args, target=...)."
-            )
-        if target is not None:
-            raise ValueError(
-                f"target: compiles a step, plan(make, tx, target={target!r}), and an optimizer alone is no step. Give "
-                f"chip={target!r} instead."
-            )
-        check_inner(tx, "tx")
-    tokens, layers, width = (
-        None if value is None else count_of(name, value)
-        for name, value in (("tokens_per_step", tokens_per_step), ("layers", layers), ("width", width))
-    )
+    known, said, make = None if chip is None else chip_of(chip), list[str](), None
+    if callable(tx) and isinstance(params, optax.GradientTransformation | optax.MultiSteps):
+        make, tx = Maker(tx, args, target), params
+        params = make.parameters(_inner_of(tx)[0])
+        if target is None:
+            extra = "pip install 'jax_offload[aot]' and target=\"h100\""
+            said.append(f"nothing is compiled: {extra} give each row's peak and time")
+    elif args:
+        raise TypeError(
+            f"plan(tx, params) takes the parameters alone, and plan(make, tx) a function that makes a step; got "
+            f"{2 + len(args)} arguments. To look at one step: jo.inspect(step, *args, target=...)."
+        )
+    elif target is not None:
+        raise ValueError(
+            f"target: compiles a step, plan(make, tx, target={target!r}), and an optimizer alone is no step. Give "
+            f"chip={target!r} instead."
+        )
+    inner, given = _inner_of(tx)
+    check_inner(inner, "tx")
+    for name, of in {"param_dtype": param_dtype, "compute_dtype": compute_dtype}.items():
+        if of is not None and str(of) not in FLOATING:
+            raise ValueError(f"{name}: expected one of {', '.join(FLOATING)}; got {of!r}.")
+    counts = {"tokens_per_step": tokens_per_step, "layers": layers, "width": width}
+    tokens, layers, width = (None if n is None else count_of(name, n) for name, n in counts.items())
     if isinstance(params, int | float | str | np.number) and not isinstance(params, bool):
         n, count = count_of("params", params), count_of("devices", devices)
-        params, of, wide = model_of(n, param_dtype, count, replicated, layers, width)
+        params, of, wide = _model_of(n, param_dtype, count, replicated, layers, width)
         how = "" if count == 1 else ", whole on each device" if replicated else ", divided over the devices (FSDP)"
         said.append(f"model: {of} equal layers of width {wide}{how}")
         layers, width = (None, None) if layers is None and width is None else (of, wide)
     else:
-        of_a_number = {"devices": devices, "replicated": replicated, "param_dtype": param_dtype}
-        if ignored := [f"{name}={x!r}" for name, x in of_a_number.items() if x != _OF_A_NUMBER[name]]:
+        of_a_count = {"devices": devices, "replicated": replicated, "param_dtype": param_dtype}
+        defaults = plan.__kwdefaults__ or {}
+        if ignored := [f"{name}={x!r}" for name, x in of_a_count.items() if x != defaults[name]]:
             raise ValueError(
                 f"{', '.join(ignored)}: for a model that a number describes; these parameters have their own dtype and "
                 "shardings. Fix: give abstract parameters with the shardings of the run (jax.sharding.AbstractMesh "
@@ -168,100 +166,84 @@ def plan(
     params = jax.tree.map(lambda x: x if hasattr(x, "dtype") else jax.ShapeDtypeStruct((), jnp.result_type(x)), params)
     leaves = jax.tree.leaves(params)
     dtype = str(max(leaves, key=nbytes).dtype) if leaves else "float32"
-    dtype = dtype if compute_dtype is None else _float("compute_dtype", compute_dtype)
+    dtype = dtype if compute_dtype is None else str(compute_dtype)
     count = max((s.num_devices for x in leaves if (s := sharding_of(x)) is not None), default=1)
     known = known.beside_others if known is not None and count > 1 else known
-    operations = OPERATIONS
+    of_layers = layers is not None and width is not None
+    operations = RECOMPUTING if of_layers and (activations is not None or tokens) else OPERATIONS
     if activations is not None:
         activations = bytes_of("activations", activations)
         said.append(f"activations: {in_bytes(activations)} on each device, as given")
-        operations = OPERATIONS if layers is None or width is None else RECOMPUTING
     elif layers is not None and width is not None and tokens is not None:
-        activations, operations = _activations(leaves, dtype, count, layers, width, tokens, said), RECOMPUTING
-    if away := sum(own_bytes(x) for x in leaves if _in_host_memory(x)):
+        size, whole = jnp.dtype(dtype).itemsize, sum(map(nbytes, leaves))
+        activations = -(-tokens // count) * width * size * (layers + RECOMPUTED)
+        formula = f"tokens on a device × width × {size} bytes × (layers + {RECOMPUTED})"
+        if sum(map(own_bytes, leaves)) < whole:
+            activations, formula = activations + GATHERED * whole // layers, f"{formula} + {GATHERED} gathered layers"
+        said.append(
+            f"activations: {formula} = {in_bytes(activations)}, a checkpoint around each of {layers} layers of width "
+            f"{width}, flash attention, and a loss in chunks (Korthikanti et al. 2022)"
+        )
+    if away := sum(own_bytes(x) for x in leaves if in_host_memory(x)):
         said.append(
             f"parameters: {in_bytes(away)} in host memory, loaded for the forward and for the backward pass and stored "
             "once; only a target gives the rows of layers that are on the device at a time"
         )
     multiplied = sum(math.prod(np.shape(x)) for x in leaves if np.ndim(x) >= 2)
     compute = known and tokens and compute_time(known, operations * multiplied * tokens / count, dtype)
-    if known and compute and (made is None or target is None):
+    if known and compute and (make is None or target is None):
         speed = f"{1e-12 / compute_time(known, 1.0, dtype):.4g} TFLOP/s"
         speed += f" on each of {count} devices" if count > 1 else ""
+        repeated = "the checkpoint repeats 2" if operations == RECOMPUTING else "none repeated"
         said.append(
-            f"{dtype} arithmetic: {tokens:,} tokens × {operations} operations per matrix parameter "
-            f"({'the checkpoint repeats 2' if operations == RECOMPUTING else 'none repeated'}), at {speed}: "
-            f"{in_seconds(compute)}"
+            f"{dtype} arithmetic: {tokens:,} tokens × {operations} operations per matrix parameter ({repeated}), at "
+            f"{speed}: {in_seconds(compute)}"
         )
-    limit = known.hbm_bytes if known and device_memory is None else device_memory
-    host = known and known.dram_bytes
-    if host_memory is not None:
-        host = bytes_of("host_memory", host_memory) // min(count, ON_A_HOST)
+    limit, host = (known.hbm_bytes, known.dram_bytes) if known else (None, None)
     setting = Plan(
         chip=known,
         devices=count,
         compute=compute,
-        device_memory=None if limit is None else bytes_of("device_memory", limit),
-        host_memory=host,
         operations=operations,
+        device_memory=limit if device_memory is None else bytes_of("device_memory", device_memory),
+        host_memory=host if host_memory is None else bytes_of("host_memory", host_memory) // min(count, ON_A_HOST),
     )
-    inner, given = _inner_of(tx)
-    rows = _Rows(inner, params, activations, setting, made)
-    if not isinstance(tx, Offloaded) and any(leaf.host or leaf.disk for leaf in described_state(tx, params)[0]):
-        found = [rows.judged("as given", tx, "tx unchanged", "jo.jit")]
-        rows.notes.append("an offload inside of a chain: for other rows give jo.offload(the whole chain)")
+    rows = Rows(inner, params, activations, setting, make, said)
+    if not isinstance(tx, Offloaded) and any(leaf.host or leaf.disk for leaf in described_state(inner, params)[0]):
+        options = [rows.judged("as given", inner, "tx unchanged", "jo.jit")]
+        said.append("an offload inside of a chain: for other rows give jo.offload(the whole chain)")
     else:
-        found = rows.table(given, disk)
-    rows.notes += [
-        f"{row.name}: only the compiler knows the window, the memory of one group's program, and the chip's figures do "
-        f"not include the disk's speed; each step reads {in_bytes(row.disk)} and writes as many"
-        for row in found
-        if row.disk
-    ]
-    said = [f"{_dtypes(params, inner)}; {count} device{'s' * (count > 1)}", *said, *rows.notes]
-    return dataclasses.replace(setting, options=tuple(found), said=tuple(said))
+        options = rows.table(given, disk)
+    n = sum(math.prod(np.shape(x)) for x in leaves)
+    state = [x for x in jax.tree.leaves(jax.eval_shape(inner.init, params)) if getattr(x, "ndim", 0)]
+    kinds = [" and ".join(sorted({str(x.dtype) for x in xs})) or "none" for xs in (leaves, state)]
+    per = f"{sum(map(nbytes, state)) / max(1, n):.3g} bytes a parameter"
+    first = f"{n:,} parameters in {kinds[0]}; state in {kinds[1]}, {per}; {count} device{'s' * (count > 1)}"
+    return dataclasses.replace(setting, options=tuple(options), said=(first, *said))
 
 
-def _activations(
-    leaves: Sequence[Any], dtype: str, devices: int, layers: int, width: int, tokens: int, said: list[str]
-) -> int:
-    """Return the bytes of a transformer's activations on one device; append the formula to ``said``."""
-    size, every = jnp.dtype(dtype).itemsize, sum(map(nbytes, leaves))
-    found = -(-tokens // devices) * width * size * (layers + RECOMPUTED)
-    formula = f"tokens on a device × width × {size} bytes × (layers + {RECOMPUTED})"
-    if sum(map(own_bytes, leaves)) < every:
-        found += GATHERED * every // layers
-        formula += f" + {GATHERED} gathered layers"
-    said.append(
-        f"activations: {formula} = {in_bytes(found)}, a checkpoint around each of {layers} layers of width "
-        f"{width}, flash attention, and a loss in chunks (Korthikanti et al. 2022)"
-    )
-    return found
+class Rows:
+    """The rows for one optimizer and its parameters; ``said`` takes remarks, such as a row that cannot be compiled."""
 
-
-class _Rows:
-    """The rows for one optimizer and its parameters.
-
-    Attributes:
-      notes: remarks for the reader, such as a row that could not be compiled.
-    """
-
-    def __init__(self, inner: Any, params: Any, activations: int | None, setting: Plan, made: Steps | None) -> None:
-        self.inner, self.params, self.activations, self.setting, self.made = inner, params, activations, setting, made
-        self.notes = list[str]()
+    def __init__(
+        self, inner: Any, params: Any, activations: int | None, setting: Plan, make: Maker | None, said: list[str]
+    ) -> None:
+        self.inner, self.params, self.activations, self.setting = inner, params, activations, setting
+        self.make, self.said = make, said
 
     def judged(self, name: str, tx: Any, code: str, run: str, same: bool = True) -> Row:
         """Return the row of an optimizer in a step of ``run``, compiled if there is a target."""
-        leaves = jax.tree.leaves(self.params)
-        parameters = sum(map(own_bytes, leaves))
-        away = 0 if name.startswith("resident") else sum(own_bytes(x) for x in leaves if _in_host_memory(x))
         code = f"{code}; step = {run}(step, donate_argnums=(0, 1))"
-        sizes = sizes_of(tx, on_device(self.params), run)
-        for field, times in ("host", 1), ("loaded", 2), ("stored", 1):  # both passes load them, and the update stores
-            sizes |= {} if sizes[field] is None else {field: sizes[field] + times * away}
-        row = Row(name, code, parameters - away, parameters, **sizes, activations=self.activations, same_numbers=same)
-        compiled = (row, None) if self.made is None else self.made.compiled(row, tx, run, self.setting.chip)
-        return self.setting.judged(*compiled)
+        row = exact(tx, self.params, run, name=name, code=code, activations=self.activations, same_numbers=same)
+        if row.disk:
+            self.said.append(
+                f"{name}: only the compiler knows the window, the memory of one group's program, and the chip's "
+                f"figures do not include the disk's speed; each step reads {in_bytes(row.disk)} and writes as many"
+            )
+        compute = None
+        if self.make is not None and self.make.target is not None:
+            row, compute = self.make.compiled(row, tx, run, self.setting.chip)
+        return self.setting.judged(row, compute)
 
     def row(self, name: str, options: Mapping[str, Any], run: str = "jo.jit") -> list[Row]:
         """Return the row of an ``offload`` with these options; or none, with a note, if your step cannot run so."""
@@ -270,35 +252,36 @@ class _Rows:
         try:
             return [self.judged(name, offload(self.inner, **options), code, run, same)]
         except (TypeError, ValueError) as error:
-            if self.made is None:
+            if self.make is None:
                 raise
-            self.notes.append(f"no row {name!r}: {str(error).splitlines()[0]}")
+            self.said.append(f"no row {name!r}: {str(error).splitlines()[0]}")
             return []
 
     def table(self, given: Mapping[str, Any], disk: bool) -> list[Row]:
         """Return all rows, eight at most. ``given``: the options of the offload that was given."""
-        axes = () if {"shard_over", "disk"} & given.keys() else replicated_axes(self.params)
+        axes = () if {"shard_over", "disk"} & given.keys() else _replicated_axes(self.params)
         over = given.get("shard_over") or (axes[0] if len(axes) == 1 else axes)
-        base = {**given, "shard_over": over} if over else given
-        zero = " ZeRO-1" if over else ""
+        base, zero = ({**given, "shard_over": over}, " ZeRO-1") if over else (given, "")
         rows = [self.judged("resident", self.inner, "tx = inner", "jax.jit")]
         if over and not given.keys() & {"disk", "storage"}:
-            rows += self.row(f"resident{zero}", {"shard_over": over, "fraction": 0.0}, "jax.jit")
+            rows += self.row("resident ZeRO-1", {"shard_over": over, "fraction": 0.0}, "jax.jit")
         rows += self.row("as given" if given else "offload", given)
-        if base is not given:
-            rows += self.row(f"offload{zero}", base)
+        if over:
+            rows += self.row("offload ZeRO-1", base)
         on_device = {key: value for key, value in base.items() if key not in ("disk", "update_on")}
         run = "jo.pipelined" if any(row.waits for row in rows) and "disk" not in given else "jo.jit"
         if run == "jo.pipelined":
-            rows += self.row(f"pipelined{zero if base is not given else ''}", on_device, run)
-        if any(map(_in_host_memory, jax.tree.leaves(self.params))):
+            rows += self.row(f"pipelined{zero}", on_device, run)
+        if any(map(in_host_memory, jax.tree.leaves(self.params))):
             return rows  # the cores and files update parameters on the device
         if not any(row.fits for row in rows if row.name.startswith("resident")) and "fraction" not in given:
             rows += self._smallest_fraction(rows[-1], on_device, run)
+        # fraction=0 goes with neither update_on nor disk
+        moving, on_device = ({k: x for k, x in of.items() if (k, x) != ("fraction", 0)} for of in (given, on_device))
         if self.setting.devices <= ON_A_HOST and not given.keys() & {"update_on", "disk", "shard_over"}:
-            rows += self.row("cores", {**_that_moves(given), "update_on": "host"})
+            rows += self.row("cores", {**moving, "update_on": "host"})
         if disk and "disk" not in given:
-            rows += self.row("disk", {**_that_moves(on_device), "disk": Disk("/nvme/run")})
+            rows += self.row("disk", {**on_device, "disk": Disk("/nvme/run")})
         return rows
 
     def _smallest_fraction(self, whole: Row, options: Mapping[str, Any], run: str) -> list[Row]:
@@ -321,16 +304,12 @@ class _Rows:
             if not row or (over := row[0].peak - usable) <= 0:
                 return row
             least = moved(hundredths) + over
-        self.notes.append(f"no row 'fraction': none of {TRIES} shares tried fits")
+        self.said.append(f"no row 'fraction': none of {TRIES} shares tried fits")
         return []
 
 
-class Steps:
-    """Makes the step for each row, and compiles it.
-
-    Attributes:
-      target: the chip to compile for; ``None`` if nothing is compiled.
-    """
+class Maker:
+    """Makes the step for each row, and compiles it for the target."""
 
     def __init__(self, make: Callable[..., Any], args: Sequence[Any], target: str | None) -> None:
         self.make, self.args, self.target = make, args, target
@@ -346,15 +325,15 @@ class Steps:
 
             def abstract(path: Any, x: Any) -> Any:
                 place = places.get(key_of(path))
-                if _in_host_memory(x):
+                if in_host_memory(x):
                     place = memory.with_kind(place or memory.ambient_sharding(), memory.HOST_KIND)
                 return memory.abstract(np.shape(x), x.dtype, place)
 
             seen.append(tree_map_with_path(abstract, params))
             return inner.init(params)
 
-        tx = optax.GradientTransformationExtraArgs(init, optax.with_extra_args_support(inner).update)
-        step, args = self._made(tx, "resident")
+        update = optax.with_extra_args_support(inner).update
+        step, args = self._made(optax.GradientTransformationExtraArgs(init, update), "resident")
         if not seen:
             raise ValueError(
                 "make: it has made no state of the optimizer that it is given. Return (step, params, state, ...) with "
@@ -364,29 +343,25 @@ class Steps:
         return seen[0]
 
     def compiled(self, row: Row, tx: Any, run: str, chip: Chip | None) -> tuple[Row, float | None]:
-        """Return a row with the compiler's figures, if there is a target, and the seconds of the step's arithmetic."""
-        if self.target is None:
-            return row, None
+        """Return a row with the compiler's figures, and the seconds of the step's arithmetic."""
         step, args = self._made(tx, row.name)
+        row = dataclasses.replace(row, compiled=self.target)
         try:
             found = inspect(_RUN[run](step, donate_argnums=self._donated), *args, target=self.target, chip=chip)
         except jax.errors.JaxRuntimeError as error:  # a TPU's compiler gives up if memory does not suffice
             if "RESOURCE_EXHAUSTED" not in str(error):
                 raise
-            unplaced = "more than the compiler can place"
-            return dataclasses.replace(row, compiled=self.target, fits=False, why=unplaced), None
+            return dataclasses.replace(row, fits=False, why="more than the compiler can place"), None
         # A program leaves out the arguments that it does not read, which stay on the device all the same.
         arguments = sum(n for kind, n in found.parts.items() if kind not in ("new results", "temporaries"))
         left = found.peak - min(row.parameters + row.state, arguments)
-        window = min(row.window or 0, left)
-        figures: dict[str, Any] = {"window": window, "gradients": 0, "activations": left - window}
-        figures |= {"compiled": self.target, "host": max(row.host, found.host)}
-        compute = self._resident
-        if (time := found.timeline) is not None and not found.program:  # of several programs this is only the first
-            figures |= {"loaded": found.loaded, "stored": found.stored, "link": time.link, "added": time.exposed}
-            compute = time.compute
-            self._resident = self._resident or compute
-        return dataclasses.replace(row, **figures), compute
+        window, host = min(row.window or 0, left), max(row.host, found.host)
+        row = dataclasses.replace(row, window=window, gradients=0, activations=left - window, host=host)
+        if (time := found.timeline) is None or found.program:  # of several programs this is only the first
+            return row, self._resident
+        self._resident = self._resident or time.compute
+        moved = {"loaded": found.loaded, "stored": found.stored, "link": time.link, "added": time.exposed}
+        return dataclasses.replace(row, **moved), time.compute
 
     def _made(self, tx: Any, name: str) -> tuple[Any, tuple[Any, ...]]:
         """Return a step for one row, and its arguments."""
@@ -402,83 +377,70 @@ class Steps:
                 "*arguments): a step that can be called with these arguments, the state among them from "
                 f"jo.abstract_state(tx, params) of the tx that it is given. {error}"
             ) from error
-        return step, on_device(tuple(args)) if name.startswith("resident") else tuple(args)
+        return step, _on_device(tuple(args)) if name.startswith("resident") else tuple(args)
 
 
-def _in_host_memory(x: Any) -> bool:
-    sharding = None if isinstance(x, Tracer) else sharding_of(x)
-    return memory.on_host(x) or (sharding is not None and sharding.memory_kind == memory.HOST_KIND)
-
-
-def on_device(tree: Any) -> Any:
+def _on_device(tree: Any) -> Any:
     """Return a tree of arrays with those in host memory as abstract arrays on the device."""
-
-    def one(x: Any) -> Any:
-        if not _in_host_memory(x):
-            return x
-        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=memory.with_kind(x.sharding, memory.DEVICE_KIND))
-
-    return jax.tree.map(one, tree)
+    kind = memory.DEVICE_KIND
+    return jax.tree.map(
+        lambda x: memory.abstract(x.shape, x.dtype, memory.with_kind(x.sharding, kind)) if in_host_memory(x) else x,
+        tree,
+    )
 
 
 def _inner_of(tx: Any) -> tuple[Any, dict[str, Any]]:
     """Return the optimizer inside an ``offload``, with the options that are not the defaults; else ``tx`` itself."""
     if isinstance(tx, Offloaded) and tx.inner is not None:
-        return tx.inner, {k: v for k, v in tx.options.items() if v is not _DEFAULTS[k] and v != _DEFAULTS[k]}
-    return tx, {}
-
-
-def _that_moves(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return options without ``fraction=0``, which goes with neither ``update_on`` nor ``disk``."""
-    return {key: value for key, value in options.items() if key != "fraction" or value != 0}
-
-
-def _transformation(tx: Any) -> Any:
-    return tx.gradient_transformation() if isinstance(tx, optax.MultiSteps) else tx
-
-
-def _dtypes(params: Any, inner: Any) -> str:
-    """Describe the parameters and the state whose bytes are counted."""
-    n = sum(math.prod(np.shape(x)) for x in jax.tree.leaves(params))
-    state = [x for x in jax.tree.leaves(jax.eval_shape(inner.init, params)) if getattr(x, "ndim", 0)]
-    kinds = [" and ".join(sorted({str(x.dtype) for x in xs})) or "none" for xs in (jax.tree.leaves(params), state)]
-    per = sum(map(nbytes, state)) / max(1, n)
-    return f"{n:,} parameters in {kinds[0]}; state in {kinds[1]}, {per:.3g} bytes a parameter"
+        defaults = offload.__kwdefaults__ or {}
+        return tx.inner, {k: v for k, v in tx.options.items() if v is not defaults[k] and v != defaults[k]}
+    return tx.gradient_transformation() if isinstance(tx, optax.MultiSteps) else tx, {}
 
 
 # -- exact bytes, by the code that places the state and schedules the update
 
 
-def sizes_of(tx: Any, params: Any, run: str) -> dict[str, Any]:
-    """Return the sizes of ``tx`` on these parameters, in a step of ``run``: the fields of a ``Row``, ``state`` to
-    ``waits``. Under ``jax.jit`` nothing streams."""
+def exact(tx: Any, params: Any, run: str, **fields: Any) -> Row:
+    """Return the row of an optimizer in a step of ``run``; under ``jax.jit``, all stays on the device."""
+    flat = jax.tree.leaves(params)
+    whole = sum(map(own_bytes, flat))
+    away = 0 if run == "jax.jit" else sum(own_bytes(x) for x in flat if in_host_memory(x))
+    params = _on_device(params)
     leaves, _ = described_state(tx, params)
+    hosted, disk = (sum(leaf.shard_bytes for leaf in leaves if getattr(leaf, where)) for where in ("host", "disk"))
     # The cores read gradients and parameters, and send new parameters up, as ``jax_offload.update_params`` has it.
     owners = {leaf.owner for leaf in leaves if leaf.on_cores}
-    up = sum(own_bytes(x) for k, x in enumerate(jax.tree.leaves(params)) if k in owners)
-    sizes = {
-        "state": sum(leaf.shard_bytes for leaf in leaves if not leaf.host and not leaf.disk),
-        "host": sum(leaf.shard_bytes for leaf in leaves if leaf.host) + 2 * up,
-        "disk": sum(leaf.shard_bytes for leaf in leaves if leaf.disk),
-        "on_cores": sum(leaf.shard_bytes for leaf in leaves if leaf.on_cores),
-    }
+    up = sum(own_bytes(x) for k, x in enumerate(flat) if k in owners)
+    row = Row(
+        **fields,
+        parameters=whole - away,
+        gradients=whole,
+        state=sum(leaf.shard_bytes for leaf in leaves) - hosted - disk,
+        window=0,
+        host=hosted + 2 * up + away,
+        disk=disk,
+        loaded=0,
+        stored=0,
+        on_cores=sum(leaf.shard_bytes for leaf in leaves if leaf.on_cores),
+        waits=False,
+    )
     if run == "jax.jit":
-        return sizes | {"window": 0, "loaded": 0, "stored": 0, "waits": False}
+        return row
     table, found = of_transformation(tx, params)
     if table.unknown:  # only a step has the arguments of its update
-        return sizes | {"window": None, "loaded": None, "stored": sizes["host"] + sizes["disk"], "waits": False}
+        return dataclasses.replace(row, window=None, loaded=None, stored=row.host + disk)
     updates = [each.update for each in found]
-    planned = [p for update in updates for p in update.planned if not p.on_cores]
-    loads = Counter(v for p in planned for v in p.slice.loads)
+    slices = [p.slice for update in updates for p in update.planned if not p.on_cores]
+    loaded, loads = sum(s.loaded_bytes for s in slices), Counter(v for s in slices for v in s.loads)
     # A leaf that a norm of the state reads first is loaded twice, unless a scan of the step holds both updates.
     doubtful = run == "jo.jit" and max(loads.values(), default=1) > 1
-    loaded = sum(p.slice.loaded_bytes for p in planned)
-    return sizes | {
-        "window": None if sizes["disk"] else min(sum(window.nbytes for window in table.windows), loaded),
-        "loaded": None if doubtful else loaded + up,
-        "stored": sum(map(_stored, updates)) + 2 * up,
-        "waits": any(isinstance(update, Update) and _waits_for_all(update) for update in updates),
-    }
+    return dataclasses.replace(
+        row,
+        window=None if disk else min(sum(window.nbytes for window in table.windows), loaded),
+        loaded=None if doubtful else loaded + up + 2 * away,  # both passes load parameters from the host
+        stored=sum(map(_stored, updates)) + 2 * up + away,
+        waits=any(isinstance(update, Update) and _waits_for_all(update) for update in updates),
+    )
 
 
 def own_bytes(x: Any) -> int:
@@ -505,31 +467,21 @@ def _waits_for_all(update: Update) -> bool:
     return any(made.get(v) and not v.aval.shape for v in only.prelude.outputs if v in read)
 
 
-def replicated_axes(params: Any) -> tuple[str, ...]:
-    """The axes of the parameters' mesh along which none of them is divided."""
+# -- the parameters
+
+
+def _replicated_axes(params: Any) -> tuple[str, ...]:
+    """Return the axes of the parameters' mesh along which none of them is divided."""
     shardings = [s for x in jax.tree.leaves(params) if isinstance(s := sharding_of(x), NamedSharding)]
     used = {name for s in shardings for entry in s.spec for name in names_in(entry)}
     sizes = shardings[0].mesh.shape.items() if shardings else ()
     return tuple(name for name, size in sizes if size > 1 and name not in used)
 
 
-def _float(name: str, dtype: str) -> str:
-    if str(dtype) not in FLOATING:
-        raise ValueError(f"{name}: expected one of {', '.join(FLOATING)}; got {dtype!r}.")
-    return str(dtype)
-
-
-def model_of(
+def _model_of(
     n: int, dtype: str, devices: int, replicated: bool, layers: int | None, width: int | None
 ) -> tuple[dict[str, Any], int, int]:
-    """Abstract parameters of equal layers, ``n`` in all to one row, with their layers and width; a layer has
-    12 width² of them. One matrix holds the remainder.
-
-    Raises:
-      ValueError: the dtype is none of floats, the parameters are too few for the layers, or the devices do not divide
-        the width.
-    """
-    dtype = _float("param_dtype", dtype)
+    """Return ``n`` abstract parameters, to one row, with their layers and width: 12 width² in a layer, and the rest."""
     step = math.lcm(PER_WIDTH, 1 if replicated else devices)
     if width is None:
         ideal = (n / 12 / layers) ** 0.5 if layers else (PER_WIDTH * n / 12) ** (1 / 3)
@@ -543,13 +495,11 @@ def model_of(
             f"params: {n:g} are too few for {layers} layers of width {width}, {3 * layers * width:,} at least. Give "
             "fewer layers or a smaller width."
         )
+    third, rest = columns // 3, (n - layers * width * columns) // width
+    shapes: dict[str, Any] = {"attention": (layers, width, third), "mlp": (layers, width, columns - third)}
+    shapes |= {"embed": (rest, width)} if rest else {}
     place = None
     if devices > 1:
-        mesh = AbstractMesh((devices,), (AXIS,), axis_types=(AxisType.Auto,))
-        place = NamedSharding(mesh, PartitionSpec() if replicated else PartitionSpec(None, AXIS))
-    shapes: dict[str, tuple[int, ...]] = {
-        "attention": (layers, width, columns // 3), "mlp": (layers, width, columns - columns // 3),
-    }  # fmt: skip
-    if rest := (n - layers * width * columns) // width:
-        shapes["embed"] = (rest, width)
+        spec = PartitionSpec() if replicated else PartitionSpec(None, AXIS)
+        place = NamedSharding(AbstractMesh((devices,), (AXIS,), axis_types=(AxisType.Auto,)), spec)
     return {k: jax.ShapeDtypeStruct(s, jnp.dtype(dtype), sharding=place) for k, s in shapes.items()}, layers, width
