@@ -36,11 +36,11 @@ def test_two_processes(tmp_path, what):
     ended(tmp_path, start(tmp_path, *what.split()))
 
 
-KILLS = [  # the file, its number, the process; where all open then
+KILLS = [  # the file, its number (the first manifest.json has no commit), the process; where all open then
     ("manifest.next.json", "3", "1", 2),
-    ("manifest.json", "3", "1", 3),
+    ("manifest.json", "4", "1", 3),
     ("manifest.next.json", "1", "0", 0),
-    ("manifest.json", "1", "0", 1),
+    ("manifest.json", "2", "0", 1),
     ("any", "107", "0", None),
     ("any", "164", "1", None),
 ]

@@ -73,7 +73,7 @@ class Sweeps:
         self.results = [made(jax.random.key(k)) for k in range(group // leaf)]
         of_one = self.results[0]
         self.places = [Place(self.disk, name, of_one.shape, of_one.dtype, self.where) for name in names]
-        self.disk.fill(self.places, (of_one for _ in names))
+        self.disk.fill(self.places, ([of_one] for _ in names))
         self.step = 0
         for _ in range(2):  # both slots, because space that is only reserved is written at another speed
             self.write()

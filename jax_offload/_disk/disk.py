@@ -1,10 +1,9 @@
 """``Disk``: the leaves of a state that live in files, the reads and writes under way, and commits.
 
 Threads read and write leaves, and wait for their values, so that the thread that drives the step does not. A read waits
-for pending writes of its leaf, and an error in writing is remembered: the files then hold parts of two steps.
-
-One of several processes never stops in the middle of a step, because the others would wait for it. It goes on, with
-zeros for values that it could not read, and ``advance`` raises in all processes at the end of the step.
+for pending writes of its bytes. A failure is remembered, as the files then hold parts of two steps: the step goes on,
+with zeros for values that could not be read, and ``advance`` raises at its end. So one of several processes never stops
+in the middle of a step, in which the others would wait for it.
 
 Each process has a store of its own, and a commit succeeds in all of them or in none. First each process prepares the
 commit: all of its part is on disk, beside the previous commit. When all processes have done so, the commit is valid.
@@ -15,6 +14,7 @@ prepared commit. So each process has one or two commits, and the newest one that
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import json
 import operator
@@ -24,23 +24,21 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import jax
 import numpy as np
 from jax.sharding import Sharding
 
-from jax_offload._disk import leaves as on_disk
-from jax_offload._disk.leaves import TOKEN, VERSIONS, Ends, OnDisk, Place, Range, Stored, Token
-from jax_offload._disk.store import NAME, Commit, Room, Store, manifests, pages
+from jax_offload._disk.leaves import TOKEN, VERSIONS, Ends, OnDisk, Place, Range, Stored, on_disk, packed, unpacked
+from jax_offload._disk.store import NAME, Commit, Store, manifests
 from jax_offload._program import memory
 from jax_offload._program.arrays import check_integer
-from jax_offload._program.memory import Parts
 
 _BYTES = 4096  # the size of each process's message: one size, so that one program sends all
 _LETTERS = 600  # the longest error in a message; a letter takes six bytes at most
+_THREADS = 8  # in each direction
 T = TypeVar("T")
-_READERS, _WRITERS = 2, 4  # more threads write small leaves faster, but do not read them faster
 
 
 class Disk:
@@ -84,7 +82,7 @@ class Disk:
         check_integer("host_bytes", host_bytes, 0, "a number of bytes >= 0, an int", "Fix: 16 * 2**30 is 16 GiB.")
         self.directory, self.host_bytes = _path(directory), int(host_bytes)
         self._opened: Store | None = None
-        self._run, self._version = "", 0
+        self._leaves, self._version = dict[str, Stored](), 0
 
     def __repr__(self) -> str:
         return f"disk({str(self.directory)!r}, host_bytes={self.host_bytes})"
@@ -128,9 +126,10 @@ class Disk:
             )
 
         def save() -> None:
-            arrays = everywhere(lambda: self._beside(tree), "disk.commit")
+            about, arrays = everywhere(lambda: self._described(tree), "disk.commit")
             try:
-                everywhere(lambda: store.prepare(number, arrays, self._run), "disk.commit")
+                name = allgathered(secrets.token_hex(8))[0]
+                everywhere(lambda: store.prepare(number, name, arrays, about), "disk.commit")
                 everywhere(store.swap, "disk.commit, its last part,")
             except BaseException as error:  # which commit the disk has is unknown, so nothing more may be written
                 self._commit_failed = error
@@ -139,18 +138,21 @@ class Disk:
         with ThreadPoolExecutor(1, "disk commit") as thread:  # Ctrl-C lets it end, as it reads the caller's arrays
             thread.submit(save).result()
 
-    def _beside(self, tree: Any) -> dict[str, Any]:
-        """Return the arrays of a commit that are not on disk, after the leaves on disk have been written."""
+    def _described(self, tree: Any) -> tuple[Any, dict[str, Any]]:
+        """Describe a tree, and return its arrays that are not on disk, after the others have been written."""
         self._check_whole()
-        beside, found = on_disk.packed(tree)
-        for leaf in found.values():
+
+        def stored(leaf: OnDisk) -> Stored:
             if leaf.place.home is not self:
                 raise ValueError(f"tree: {leaf!r} is in {leaf.place.home!r}, and not in {self!r}.")
             self.check(leaf.token)
-        if lost := self._leaves.keys() - found.keys():
+            return self._leaves[leaf.place.name]
+
+        rows, arrays = packed(tree, stored)
+        if lost := self._leaves.keys() - on_disk(rows).keys():
             raise ValueError(f"tree: lacks a part of the state; {min(lost)} is on disk and not in the tree.")
         self.wait()
-        return beside
+        return rows, arrays
 
     def resume(self, target: Any) -> tuple[Any, int]:
         """Return the tree of the last commit and its step. Everything written since is discarded.
@@ -170,20 +172,18 @@ class Disk:
                 f"disk: there is no commit in {self.directory}. Fix: the directory of the run that is to go on; or "
                 "tx.init(params) for a new one."
             )
-        begin = _beginning()
         with contextlib.ExitStack() as failed:
 
             def read() -> tuple[Store, Any]:
-                store = Store.open(own(self.directory), last, self._opened)
+                store = Store(own(self.directory), self._opened)
                 failed.callback(store.close)
-                leaves = on_disk.stored_in(store.entries)
-                handle = lambda name, place: self._handle(leaves[name], begin[0], place)  # noqa: E731
-                return store, on_disk.unpacked(store.beside(), target, leaves, handle, self.directory)
+                store.open(last)
+                return store, unpacked(store.manifest.about, target, self._next, store.read_beside, self.directory)
 
             store, tree = everywhere(read, "disk.resume")
-            self._let_go()
+            self.close()
             failed.pop_all()
-        self._began(store, begin)
+        self._begin(store, on_disk(store.manifest.about))
         return tree, last.step
 
     # ---- open and close --------------------------------------------------------------------------------------------
@@ -197,8 +197,8 @@ class Disk:
             )
         return self._opened
 
-    def fill(self, leaves: Sequence[Place], values: Iterable[Any]) -> list[OnDisk]:
-        """Make files for these leaves from an iterator of values, so that few are in memory at a time.
+    def fill(self, leaves: Sequence[Place], batches: Iterable[Iterable[Any]]) -> list[OnDisk]:
+        """Make files for these leaves from their values, one batch in memory after the other.
 
         If the iterator raises, the files hold nothing.
         """
@@ -213,30 +213,37 @@ class Disk:
                 f"disk: {self.directory} holds the state of another run, or of an earlier one, as of step {last.step}. "
                 "Fix: disk.resume(target) goes on with it; for a new run give a directory of its own."
             )
-        begin, entries = _beginning(), [entry for leaf in leaves for entry in on_disk.entries_of(leaf)]
+        stored = {leaf.name: Stored.new(leaf) for leaf in leaves}
+
+        def make() -> None:
+            self._begin(Store(own(self.directory)), stored)
+            self.store.make({key: n for each in stored.values() for key, n in each.sizes.items()})
 
         def write() -> None:
-            for leaf, x in zip(leaves, values, strict=True):
-                self.put(leaf.name, x).result()
+            names = iter(stored)
+            for batch in batches:
+                for x in batch:
+                    self.put(next(names), x)
+                self.wait()
 
         try:
-            everywhere(lambda: self._began(Store.create(own(self.directory), entries), begin), "disk: making files")
+            everywhere(make, "disk: making files")
             everywhere(write, "disk: making the files of a state")
         except BaseException:
-            self._let_go()
+            self.close()
             raise
+        found = [self._next(stored[each.name], each.sharding) for each in leaves]
         self.advance()
-        return [self._handle(self._leaf(each.name), self._version, each.sharding) for each in leaves]
+        return found
 
-    def _began(self, store: Store, begin: tuple[int, str]) -> None:
-        self._opened, self._leaves = store, on_disk.stored_in(store.entries)
-        self._writing: dict[int, Future[None]] = {}  # entry of the store -> the task that writes it
+    def _begin(self, store: Store, leaves: dict[str, Stored]) -> None:
+        self._opened, self._leaves = store, leaves
+        self._writing: dict[str, Future[None]] = {}  # key in the store -> the task that writes it
         self._updating = False
         self._failed, self._known = "", ""  # the failure here, and the failure that all processes know
         self._commit_failed: BaseException | None = None
-        self._readers = ThreadPoolExecutor(_READERS, "jax_offload reads")
-        self._writers = ThreadPoolExecutor(_WRITERS, "jax_offload writes")
-        self._version, self._run = begin
+        self._reads, self._writes = (ThreadPoolExecutor(_THREADS, f"jax_offload {way}") for way in ("reads", "writes"))
+        self._version = (self._version + 1) % VERSIONS
 
     def wait(self) -> None:
         """Wait until everything is written, and raise any error from writing."""
@@ -247,33 +254,29 @@ class Disk:
     def close(self) -> None:
         """End all reading and writing, and close the files. What was not committed is lost."""
         if self._opened is not None:
-            self._readers.shutdown()
-            self._writers.shutdown()
-            store, self._opened = self._opened, None
-            store.close()
-
-    def _let_go(self) -> None:
-        """Close the files, whatever fails. Writes since the last commit are lost."""
-        with contextlib.suppress(OSError, ValueError):
-            self.close()
+            self._reads.shutdown()
+            self._writes.shutdown()
+            self._opened.close()
+            self._opened = None
 
     # ---- during a step --------------------------------------------------------------------------------------------
 
-    def _handle(self, leaf: Stored, version: int, sharding: Sharding) -> OnDisk:
-        """Return the placeholder of a leaf in a state of a version. ``sharding``: its place in host memory."""
-        own = memory.boxes_of(sharding, leaf.shape)
-        on_disk.check_covered(leaf.name, own, leaf.boxes)  # so that this process can read it,
-        on_disk.check_covered(leaf.name, leaf.boxes, own)  # and writes all of its part
-        return OnDisk(version, Place(self, leaf.name, leaf.shape, leaf.dtype, sharding))
+    def _next(self, leaf: Stored, sharding: Sharding) -> OnDisk:
+        """Return the placeholder of a leaf in the next version of the state. ``sharding``: its place in host memory."""
+        boxes = memory.boxes_of(sharding, shape := tuple(leaf.shape))
+        leaf.check_covers(boxes)  # so that this process can read it,
+        dataclasses.replace(leaf, boxes=boxes).check_covers(leaf.boxes)  # and writes all of its part
+        place = Place(self, leaf.name, shape, np.dtype(leaf.dtype), sharding)
+        return OnDisk((self._version + 1) % VERSIONS, place)
 
     def ends(self, name: str) -> Ends:
         """The row after each range of a leaf's rows that the files keep together."""
-        return self._leaf(name).ends
+        return self._leaves[name].ends if name in self._leaves else ()  # ``check`` says that it is another's state
 
     def check(self, token: Any) -> None:
         """Raise ``ValueError`` if the token belongs to another version than the files."""
         self._check_whole()
-        if _version(token) != self._version:
+        if int(getattr(token, "version", token)) != self._version:
             step = self.store.step
             back = "" if step is None else f"; disk.resume(target) goes back to the last commit, step {step}"
             raise ValueError(
@@ -284,61 +287,58 @@ class Disk:
 
     def fetch(self, name: str, sharding: Sharding, rows: Range | None = None) -> Future[jax.Array]:
         """Start to read a leaf, or ranges of it, into host memory, once pending writes of it have finished."""
-        leaf = self._leaf(name)
+        leaf = self._leaves[name]
 
         def read() -> jax.Array:
             try:
-                parts = self._parts(leaf, rows, self.store.buffers.take)
+                return self._read(leaf, sharding, rows)
             except Exception as error:
-                if not several():
-                    raise
                 self._fails(f"reading {name}", error)
-                parts = [(box, np.zeros(memory.shape_of(box), leaf.dtype)) for _, box in leaf.within(rows)]
-            return jax.block_until_ready(memory.assembled(parts, sharding, leaf.shape_of(rows)))
+                shape, _ = leaf.within(rows)
+                return memory.assembled([(memory.box_of_shape(shape), np.zeros(shape, leaf.dtype))], sharding, shape)
 
-        return self._readers.submit(read)
+        return self._reads.submit(read)
 
-    def _parts(self, leaf: Stored, rows: Range | None = None, room: Room = pages) -> Parts:
-        """Read a leaf's values, or some ranges of them, now."""
-        found = leaf.within(rows)
-        for k, _ in found:
-            if (writing := self._writing.get(k)) is not None:
+    def _read(self, leaf: Stored, sharding: Sharding, rows: Range | None = None) -> jax.Array:
+        """Read a leaf, or some ranges of its rows, now."""
+
+        def read(key: str) -> np.ndarray[Any, Any]:
+            if (writing := self._writing.get(key)) is not None:
                 writing.result()
-        arrays = self.store.read([k for k, _ in found], room)
-        return [(box, x) for (_, box), x in zip(found, arrays, strict=True)]
+            return self.store.read(key)
+
+        shape, _ = leaf.within(rows)
+        return jax.block_until_ready(memory.assembled(leaf.read(read, rows), sharding, shape))
 
     def put(self, name: str, x: jax.Array, rows: Range | None = None) -> Future[None]:
         """Start to write a leaf's next value, or some ranges of it, once it has been computed."""
-        found = self._leaf(name).within(rows)
-        self._updating = True
-        before = [self._writing[k] for k, _ in found if k in self._writing]  # of a leaf that no update reads
+        _, boxes = self._leaves[name].within(rows)
+        before = [self._writing[key] for key, _ in boxes if key in self._writing]  # of a leaf that no update reads
         value = [x]  # the task would keep the array alive for a moment after its end
 
         def write() -> None:
             wait(before)
             try:
                 parts = memory.parts_of(value.pop())
-                self.store.write({k: memory.gathered(parts, box) for k, box in found})
+                for key, box in boxes:
+                    self.store.write(key, memory.gathered(parts, box))
             except BaseException as error:
                 self._fails(f"writing {name}", error)
                 raise
 
-        future = self._writers.submit(write)
-        self._writing |= dict.fromkeys((k for k, _ in found), future)
+        self._updating = True
+        future = self._writes.submit(write)
+        self._writing |= dict.fromkeys((key for key, _ in boxes), future)
         return future
 
     def _fails(self, doing: str, error: BaseException) -> None:
         self._failed = self._failed or f"{doing} raised {type(error).__name__}: {error}"
 
     def advance(self) -> Any:
-        """Return the token of the next version, all of whose leaves have been put.
-
-        Raises:
-          ValueError: something has failed until now, in this process or another.
-        """
+        """Return the token of the next version, whose leaves have been put. Raise any failure, in all processes."""
         said = allgathered(self._failed[:_LETTERS])
         if failed := [(k, why) for k, why in enumerate(said) if why]:
-            self._known = "; ".join(f"in process {k} {why}" if several() else why for k, why in failed)
+            self._known = "; ".join(f"in process {k} {why}" if len(said) > 1 else why for k, why in failed)
         else:
             self._updating = False
         self._check_whole()
@@ -348,16 +348,14 @@ class Disk:
     def _check_whole(self) -> None:
         """Raise ``ValueError`` where an update did not end.
 
-        A failure in one of several processes counts only when all of them know it; otherwise the others would wait for
-        this one in the next step.
+        A failure counts when ``advance`` has told all processes; otherwise they would wait for this one in a step.
         """
         self.store  # noqa: B018
-        why = self._known if several() else self._failed
-        if why or self._updating:
+        if self._known or self._updating:
+            why = self._known.rstrip(".") or "something raised in it"
             raise ValueError(
-                f"disk: an update of the state in {self.directory} did not end, {why or 'something raised in it'}, "
-                "and the files hold values of two steps. Nothing of the last commit is lost. Fix: disk.resume(target), "
-                "which goes back to it."
+                f"disk: an update of the state in {self.directory} did not end, {why}, and the files hold values of "
+                "two steps. Nothing of the last commit is lost. Fix: disk.resume(target), which goes back to it."
             )
 
     def check_commits(self) -> None:
@@ -373,44 +371,12 @@ class Disk:
                 "disk.resume(target)."
             ) from self._commit_failed
 
-    def _leaf(self, name: str) -> Stored:
-        self.store  # noqa: B018
-        if name not in self._leaves:
-            raise ValueError(
-                f"disk: there is no {name} in {self.directory}, the state is another's. Fix: disk.resume(target), "
-                "which gives the state of the last commit."
-            )
-        return self._leaves[name]
-
-    # ---- reads between steps --------------------------------------------------------------------------------------
-
-    def array(self, name: str, token: Any, sharding: Sharding | None = None) -> np.ndarray[Any, Any] | jax.Array:
-        """Read a leaf's values now: whole, or as an array of a sharding that divides it between processes, if all ask.
-
-        ``ValueError`` for a token of another version, or where this process has only a part of the leaf.
-        """
-        leaf = self._leaf(name)
+    def array(self, place: Place, token: Any) -> jax.Array:
+        """Read a leaf now, between two steps, to its place in host memory."""
         self.check(token)
-        parts = self._parts(leaf)
+        found = self._read(self._leaves[place.name], place.sharding)
         self.check(token)  # an update may have begun meanwhile
-        if sharding is not None and not sharding.is_fully_addressable:
-            return memory.assembled(parts, sharding, leaf.shape)
-        if not memory.covered(whole := memory.box_of_shape(leaf.shape), [box for box, _ in parts]):
-            raise ValueError(
-                f"disk: {leaf.name} is divided between processes, and this one has a part of it. Fix: "
-                "jo.to_device(leaf), in all processes, gives the leaf divided."
-            )
-        return memory.gathered(parts, whole)
-
-
-def _beginning() -> tuple[int, str]:
-    """Choose, for all processes, the first version of a state, which no run before has had, and a name for the run."""
-    version, run = allgathered([secrets.randbelow(VERSIONS), secrets.token_hex(8)])[0]
-    return version, run
-
-
-def _version(token: Any) -> int:
-    return token.version if isinstance(token, Token) else int(token)
+        return found
 
 
 def _path(given: Any) -> Path:
@@ -432,11 +398,7 @@ def _path(given: Any) -> Path:
 
 
 def _number_of(step: Any) -> int:
-    """Return the number of a step, given as a Python integer, a NumPy integer or a jax array.
-
-    Raises:
-      ValueError: it is something else, or below 0.
-    """
+    """Return the number of a step, given as an integer of Python, NumPy or jax; ``ValueError`` for anything else."""
     found = -1
     with contextlib.suppress(TypeError):
         found = -1 if isinstance(step, bool) else operator.index(step)
@@ -463,16 +425,12 @@ def _check_leaves(leaves: Sequence[Place]) -> None:
             )
 
 
-# ---- agreement between the processes of a run: all of them ask, in the same order ------------------------------------
-
-
-def several() -> bool:
-    return jax.process_count() > 1
+# ---- several processes: all of them ask, in the same order -----------------------------------------------------------
 
 
 def allgathered(mine: Any) -> list[Any]:
     """Return each process's message, by its number. ``mine``: this process's message, a few KiB of JSON."""
-    if not several():
+    if jax.process_count() == 1:
         return [mine]
     from jax.experimental import multihost_utils
 
@@ -484,19 +442,12 @@ def allgathered(mine: Any) -> list[Any]:
 
 
 def everywhere(do: Callable[[], T], doing: str) -> T:
-    """Return the result of ``do`` if it succeeds in every process; otherwise raise in all of them.
-
-    Raises:
-      Exception: the error of ``do`` in this process.
-      ValueError: ``do`` failed in another process.
-    """
-    if not several():
-        return do()
-    result, error = None, None
+    """Return the result of ``do`` if it succeeds in every process; otherwise raise its error here, or another's."""
+    error = None
     try:
         result = do()
     except Exception as raised:
-        error = raised
+        error, result = raised, None
     said = allgathered(None if error is None else f"{type(error).__name__}: {error}"[:_LETTERS])
     if error is not None:
         raise error
@@ -504,36 +455,29 @@ def everywhere(do: Callable[[], T], doing: str) -> T:
         raise ValueError(
             f"{doing} failed in {len(failed)} of {len(said)} processes. Process {failed[0][0]}: {failed[0][1]}"
         )
-    return result  # pyright: ignore[reportReturnType]
-
-
-# ---- commits of several processes ------------------------------------------------------------------------------------
+    return cast(T, result)
 
 
 def own(directory: Path) -> Path:
     """Return the directory of this process within the given one."""
-    return directory / f"process-{jax.process_index()}-of-{jax.process_count()}" if several() else directory
+    now = jax.process_count()
+    return directory / f"process-{jax.process_index()}-of-{now}" if now > 1 else directory
 
 
 def last_of_all(directory: Path) -> Commit | None:
-    """Find the newest commit that each process has; ``None`` where there is none. All processes must ask.
+    """Find the newest commit that each process has; ``None`` where none has any."""
 
-    Raises:
-      ValueError: some have one and others none, or another number of processes made them.
-    """
-
-    def look() -> list[Any]:
-        now = jax.process_count()
-        counts = {int(each.parts[-2].rpartition("-")[2]) for each in directory.glob(f"process-*-of-*/{NAME}")}
-        counts |= {1} if (directory / NAME).exists() else set()
+    def look() -> tuple[bool, list[Commit | None]]:
+        now, found = jax.process_count(), manifests(own(directory))
+        made = [path for path in directory.glob("process-*-of-*") if manifests(path)]
+        counts = {int(path.name.rpartition("-")[2]) for path in made} | ({1} if manifests(directory) else set())
         if counts and now not in counts:
             raise ValueError(
                 f"disk: {directory} has the commit of {min(counts)} processes, each with its part, and now there "
                 f"are {now}. Fix: go on with {min(counts)}; or save a checkpoint there, jo.save_args(tree), and here "
                 "jo.restore(manager, target)."
             )
-        mine = own(directory)
-        return [(mine / NAME).exists(), [each.commit for each in manifests(mine) if each is not None]]
+        return NAME in found, [each.commit for each in found.values()]
 
     said = allgathered(everywhere(look, "disk: looking for the last commit"))
     found = [[Commit(*each) for each in mine] for _, mine in said]

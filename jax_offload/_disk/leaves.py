@@ -1,4 +1,4 @@
-"""A leaf of a state that is on disk: its placeholder, its reads and writes in a trace, its moves, its place in files.
+"""A leaf of a state that is on disk: what stands for it in trees and traces, its moves, its division in files.
 
 Such a leaf is never an operand of a program. In the state's tree an ``OnDisk`` stands for it: a pytree node whose one
 child is a token, the version of the state. Outside traces a token has no value, so computing with it is an error; in a
@@ -6,12 +6,10 @@ trace it is a number. In a traced update ``READ`` makes the leaf, in host memory
 token from the next value; in between, the leaf is updated like any host leaf. The driver takes both equations out of
 the step; in any other program they are an error when it is lowered.
 
-In files a leaf is divided into one box for each part that a device of this process has, and each box into ranges of
-rows. A range is the same rows of every device's part along the leaf's first axis. The division is made with the files
-and never changes. A run with another sharding, after ``resume`` for example, reads and writes the same boxes and
-assembles its own parts from them.
-
-The tree of a commit holds everything that is not on disk already: numbered arrays, and one array that describes them.
+In files an array is divided into one box for each part that a device of this process has, and a leaf's box further
+into ranges of rows. A range is the same rows of every device's part along the leaf's first axis. The division is made
+with the files and never changes. A run with another sharding, after ``resume`` for example, reads and writes the same
+boxes and assembles its own parts from them.
 """
 
 from __future__ import annotations
@@ -19,8 +17,8 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import itertools
-import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from operator import attrgetter
 from typing import Any
 
@@ -32,21 +30,9 @@ from jax.extend.core import Primitive
 from jax.sharding import Sharding
 from jax.tree_util import keystr
 
-from jax_offload._disk.store import Entry
 from jax_offload._program import memory
 from jax_offload._program.arrays import is_array, nbytes, some
-from jax_offload._program.memory import (
-    Box,
-    HostStruct,
-    assembled,
-    box_of_shape,
-    boxes_of,
-    covered,
-    gathered,
-    parts_here,
-    shape_of,
-    shards_of,
-)
+from jax_offload._program.memory import Box, HostStruct, Parts, shape_of
 from jax_offload._program.primitives import identity_primitive
 from jax_offload._program.private import set_rules, trace_as
 
@@ -54,18 +40,10 @@ TOKEN = np.dtype(np.float32)  # a floating type, so that jnp.isfinite does not p
 VERSIONS = 2**24  # whole numbers below this are exact in it
 Range = tuple[int, int]  # rows of a leaf, the same ones of every device's part along its first axis
 Ends = tuple[int, ...]  # the row after each range that files keep together; the last is the number of rows
-_BATCH = 2**26  # bytes of leaves that are read together on their way to a disk
+_BATCH = 2**26  # bytes of leaves that are in memory together on their way to a disk
 
 
-class UpdatedFromDisk(ValueError):
-    """An update whose state is on disk was put into a program for the device."""
-
-    def __init__(self) -> None:
-        super().__init__(
-            "disk: a state on disk is no part of a program for the device. Fix: jo.jit(step), called and not lowered, "
-            "outside of any other jit, vmap, derivative or jax.disable_jit(): it reads, updates and writes the state "
-            "group by group."
-        )
+# ---- what stands for a leaf ------------------------------------------------------------------------------------------
 
 
 class Place(HostStruct):
@@ -100,6 +78,20 @@ class Place(HostStruct):
         return f"{self.name}: {self.dtype}{list(self.shape)}"
 
 
+_FIX = "jo.to_device reads it to compute with, jo.save_args saves it"
+
+
+class UpdatedFromDisk(ValueError):
+    """An update whose state is on disk was put into a program for the device."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "disk: a state on disk is no part of a program for the device. Fix: jo.jit(step), called and not lowered, "
+            "outside of any other jit, vmap, derivative or jax.disable_jit(): it reads, updates and writes the state "
+            "group by group."
+        )
+
+
 class NotInMemory(AttributeError, TypeError):
     """Something asks a leaf on disk for more than its type: also an ``AttributeError``, so that ``hasattr`` works."""
 
@@ -110,9 +102,6 @@ class NotInMemory(AttributeError, TypeError):
             "numpy.asarray(leaf) to look at; args=jo.save_args(tree) saves it with orbax, and disk.commit(step, "
             "tree) where it is."
         )
-
-
-_FIX = "jo.to_device reads it to compute with, jo.save_args saves it"
 
 
 def _refuse_to_compute(self: Token | OnDisk, *args: Any, **kwargs: Any) -> Any:
@@ -185,11 +174,8 @@ class OnDisk(_Typed, metaclass=_SaysWhatToDo):
     __slots__ = ("token",)
 
     def __init__(self, token: Any, place: Place) -> None:
-        if isinstance(token, np.ndarray | np.generic | int) or (
-            isinstance(token, jax.Array) and not isinstance(token, Tracer)
-        ):
-            token = Token(int(token), place)
-        self.token, self.place = token, place
+        is_version = isinstance(token, np.ndarray | int)
+        self.token, self.place = Token(int(token), place) if is_version else token, place
 
     def tree_flatten_with_keys(self) -> tuple[tuple[tuple[Any, Any]], Place]:
         return ((jax.tree_util.GetAttrKey("token"), self.token),), self.place
@@ -206,17 +192,22 @@ class OnDisk(_Typed, metaclass=_SaysWhatToDo):
         return self.place.sharding
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray[Any, Any]:
-        found = self.read()
-        return found if dtype is None else found.astype(dtype)
+        parts, whole = memory.parts_of(self.read()), memory.box_of_shape(self.shape)
+        if not memory.covered(whole, [box for box, _ in parts]):
+            raise ValueError(
+                f"disk: {self.place.name} is divided between processes, and this one has a part of it. Fix: "
+                "jo.to_device(leaf), in all processes, gives the leaf divided."
+            )
+        return np.asarray(memory.gathered(parts, whole), dtype)
 
-    def read(self, sharding: Sharding | None = None) -> Any:
-        """Read the leaf: whole, in NumPy, or as an array of a sharding that divides it between processes."""
+    def read(self) -> jax.Array:
+        """Read the leaf to its place in host memory."""
         if isinstance(self.token, Tracer):
             raise ValueError(
                 f"disk: a step reads {self.place} outside its update; leaves on disk are read between steps. Fix: "
                 "read a part of the state that the step has returned, jo.to_device(optax.tree.get(state, 'mu'))."
             )
-        return self.place.home.array(self.place.name, self.token, sharding)
+        return self.place.home.array(self.place, self.token)
 
     def __reduce__(self) -> Any:
         raise TypeError(
@@ -253,7 +244,11 @@ def opened(state: Any) -> tuple[Any, Callable[[Any], Any]]:
     places = {path: x.place for path, x in flat if is_on_disk(x)}
     if not places:
         return state, lambda new: new
-    read = jax.tree.map(lambda x: _read_leaf(x) if is_on_disk(x) else x, state, is_leaf=is_on_disk)
+
+    def read(x: Any) -> Any:
+        if is_on_disk(x) and isinstance(x.token, Token):  # outside of any trace
+            raise UpdatedFromDisk
+        return READ.bind(x.token, place=x.place) if is_on_disk(x) else x
 
     def closed(new: Any) -> Any:
         after, treedef = jax.tree_util.tree_flatten_with_path(new)
@@ -262,7 +257,7 @@ def opened(state: Any) -> tuple[Any, Callable[[Any], Any]]:
         leaves = [_write_leaf(places[path], x) if path in places else x for path, x in after]
         return jax.tree.unflatten(treedef, leaves)
 
-    return read, closed
+    return jax.tree.map(read, state, is_leaf=is_on_disk), closed
 
 
 def only_outside(x: jax.Array) -> jax.Array:
@@ -274,18 +269,6 @@ def only_outside(x: jax.Array) -> jax.Array:
 def not_from_disk(x: jax.Array) -> jax.Array:
     """Return ``x``, a leaf that is kept on disk and reaches an update in device memory: an error when it is lowered."""
     return _CANNOT_LOWER.bind(x, why=f"state: a leaf {IN_MEMORY}")[0]
-
-
-def _read_leaf(leaf: OnDisk) -> jax.Array:
-    if isinstance(leaf.token, Token):  # outside of any trace
-        raise UpdatedFromDisk
-    kind = jax.typeof(leaf.token)
-    if kind.dtype != TOKEN or kind.shape != ():
-        raise TypeError(
-            f"disk: the place of {leaf!r} holds {kind}, and not the token that stands for it: something has computed "
-            "with the state. Fix: hand the state on as the step returned it; numpy.asarray(leaf) reads a leaf."
-        )
-    return READ.bind(leaf.token, place=leaf.place)
 
 
 def _write_leaf(place: Place, x: Any) -> OnDisk:
@@ -327,8 +310,7 @@ _CANNOT_LOWER = identity_primitive("jax_offload_cannot_lower", _raise)
 
 def check_in_memory(state: Any, what: str) -> None:
     """Raise ``ValueError`` if a leaf of the state is on disk, because ``what`` takes only leaves in memory."""
-    leaves = jax.tree.leaves(state, is_leaf=is_on_disk)
-    if found := [x for x in leaves if is_on_disk(x)]:
+    if found := [x for x in jax.tree.leaves(state, is_leaf=is_on_disk) if is_on_disk(x)]:
         raise ValueError(
             f"{what}: {len(found)} leaves of the state are on disk, the first is {found[0]!r}. Fix: jo.to_device(part) "
             "reads a part of the state; jo.to_host(tx, state), with a tx without disk=, all of it."
@@ -338,20 +320,19 @@ def check_in_memory(state: Any, what: str) -> None:
 def read_into(
     target: Sequence[Any], read: Callable[[Sequence[int]], Sequence[Any]], homes: Sequence[Any] = ()
 ) -> list[Any]:
-    """Read leaves to where ``target`` says; those that belong on disk are read and written a few at a time.
+    """Read leaves to where ``target``, their types, says; those that belong on disk are in memory a few at a time.
 
-    Args:
-      target: the leaves' types.
-      read: returns the values of the leaves of these numbers, in place if they belong in memory.
-      homes: disks whose files are made even if no leaf belongs there.
+    ``read`` returns the values of the leaves of these numbers. Files are made for ``homes`` even without any leaf.
     """
-    places = {k: like for k, like in enumerate(target) if isinstance(like, Place)}
-    rest = [k for k in range(len(target)) if k not in places]
+    home_of = {k: like.home for k, like in enumerate(target) if isinstance(like, Place)}
+    rest = [k for k in range(len(target)) if k not in home_of]
     found = dict(zip(rest, read(rest), strict=True))
-    for home in dict.fromkeys([*homes, *(place.home for place in places.values())]):
-        mine = [k for k, place in places.items() if place.home is home]
-        values = (x for batch in _batches(mine, target) for x in read(batch))
-        found |= zip(mine, home.fill([places[k] for k in mine], values), strict=True)
+    for home in dict.fromkeys([*homes, *home_of.values()]):
+        mine = [k for k in home_of if home_of[k] is home]
+        begins = itertools.accumulate((nbytes(target[k]) for k in mine), initial=0)
+        batches = itertools.groupby(zip(mine, begins, strict=False), lambda each: each[1] // _BATCH)
+        values = (read([k for k, _ in batch]) for _, batch in batches)
+        found |= zip(mine, home.fill([target[k] for k in mine], values), strict=True)
     return [found[k] for k in range(len(target))]
 
 
@@ -363,151 +344,126 @@ def brought(leaves: Sequence[Any], target: Sequence[Any] | None) -> list[Any]:
         )
 
     def moved(x: Any, like: Any) -> Any:
-        x = x.read(x.sharding) if is_on_disk(x) else x
+        x = x.read() if is_on_disk(x) else x
         return x if isinstance(like, Place) else jax.device_put(x, like.sharding)
 
-    def where(x: Any) -> Any:
-        place = x.place if is_on_disk(x) else x
-        return (place.home, place.name) if isinstance(place, Place) else None
-
-    if [*map(where, leaves)] == [*map(where, target)]:  # already in place, so no file changes
+    there = [(x.place.home, x.place.name) if is_on_disk(x) else None for x in leaves]
+    if there == [(like.home, like.name) if isinstance(like, Place) else None for like in target]:  # no file changes
         return [x if is_on_disk(x) else moved(x, like) for x, like in zip(leaves, target, strict=True)]
     return read_into(target, lambda indices: [moved(leaves[k], target[k]) for k in indices])
 
 
-def _batches(indices: Sequence[int], target: Sequence[Any]) -> Iterator[list[int]]:
-    """Split leaves into batches of ``_BATCH`` bytes, and the rest of the last leaf of each."""
-    begins = itertools.accumulate((nbytes(target[k]) for k in indices), initial=0)
-    for _, batch in itertools.groupby(zip(indices, begins, strict=False), lambda each: each[1] // _BATCH):
-        yield [k for k, _ in batch]
-
-
-_TREE = "tree"  # the array that describes the others
-
-# ---- a leaf in files -------------------------------------------------------------------------------------------------
+# ---- in files --------------------------------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)
 class Stored:
-    """A leaf in a store.
+    """An array in the files of this process: each of its boxes has a key in the store.
 
     Attributes:
-      name, dtype: the leaf's name and dtype.
-      shape: the leaf's shape, over all processes.
+      name, dtype, shape: the array's, over all processes.
+      boxes: the parts that this process has, divided into ranges of rows.
       rows: how many rows each device has.
-      entries: the numbers of the leaf's entries in the store, each with its box.
     """
 
     name: str
-    dtype: np.dtype[Any]
-    shape: tuple[int, ...]
-    rows: int
-    entries: list[tuple[int, Box]]
+    dtype: str
+    shape: Sequence[int]
+    boxes: Sequence[Box]
+    rows: int = 0
+
+    @classmethod
+    def new(cls, leaf: Place) -> Stored:
+        """Divide a leaf for new files."""
+        shards = memory.shards_of(leaf.sharding, leaf.shape)[0]
+        size = leaf.shape[0] // shards
+        step = max(1, leaf.rows // shards if leaf.rows else size)
+        whole = memory.boxes_of(leaf.sharding, leaf.shape)
+        starts = [(start, min(start + step, size)) for start in range(0, size, step)]
+        boxes = [((first + a, first + b), *rest) for a, b in starts for (first, _), *rest in whole]
+        return cls(leaf.name, leaf.dtype.name, leaf.shape, boxes, size)
 
     @property
-    def boxes(self) -> list[Box]:
-        return [box for _, box in self.entries]
+    def sizes(self) -> dict[str, int]:
+        """The bytes of each key."""
+        return {self.key(box): math.prod(shape_of(box)) * np.dtype(self.dtype).itemsize for box in self.boxes}
 
     @property
     def ends(self) -> Ends:
         """The rows of each device's part at which the ranges end."""
         return tuple(sorted({(box[0][1] - 1) % self.rows + 1 for box in self.boxes}))
 
-    def shape_of(self, rows: Range | None) -> tuple[int, ...]:
-        """The shape of an array with some ranges of every device's part."""
-        first, *rest = self.shape
-        return self.shape if rows is None else (first // self.rows * (rows[1] - rows[0]), *rest)
+    def key(self, box: Box) -> str:
+        return f"{self.name}{_said(box)}"
 
-    def within(self, rows: Range | None) -> list[tuple[int, Box]]:
-        """The entries of a range of rows, each with its box in an array of just these rows."""
+    def within(self, rows: Range | None = None) -> tuple[tuple[int, ...], list[tuple[str, Box]]]:
+        """Return the shape of an array of some ranges of every device's rows, and the keys and boxes that make it."""
         if rows is None:
-            return list(self.entries)
-        found = list[tuple[int, Box]]()
-        for k, ((begin, end), *rest) in self.entries:
+            return tuple(self.shape), [(self.key(box), box) for box in self.boxes]
+        found, n = list[tuple[str, Box]](), rows[1] - rows[0]
+        for (begin, end), *rest in self.boxes:
             shard, first = divmod(begin, self.rows)
             if rows[0] <= first and first + end - begin <= rows[1]:
-                at = shard * (rows[1] - rows[0]) + first - rows[0]
-                found.append((k, ((at, at + end - begin), *rest)))
-        return found
+                at = shard * n + first - rows[0]
+                found.append((self.key(((begin, end), *rest)), ((at, at + end - begin), *rest)))
+        return (self.shape[0] // self.rows * n, *self.shape[1:]), found
+
+    def read(self, read: Callable[[str], np.ndarray[Any, Any]], rows: Range | None = None) -> Parts:
+        """Read the array, or some ranges of its rows, by a function that returns the bytes of a key."""
+        _, found = self.within(rows)
+        return [(box, read(key).view(np.dtype(self.dtype)).reshape(shape_of(box))) for key, box in found]
+
+    def check_covers(self, wanted: Iterable[Box]) -> None:
+        """Raise ``ValueError`` where this process needs a part of the array that it does not have."""
+        for box in wanted:
+            if not memory.covered(box, self.boxes):
+                raise ValueError(
+                    f"target: {self.name} is divided otherwise between processes than in the commit; here {_said(box)} "
+                    f"of it is needed, and {' and '.join(map(_said, self.boxes)) or 'nothing'} there. Fix: the mesh "
+                    "and the shardings of the run that was committed. Into others through a checkpoint: "
+                    "jo.save_args(tree) in that run, jo.restore(manager, target) in this."
+                )
 
 
-def stored_in(entries: Iterable[Entry]) -> dict[str, Stored]:
-    """Return the leaves of a store, by their names, from its entries."""
-    found: dict[str, Stored] = {}
-    for k, e in enumerate(entries):
-        leaf = found.setdefault(e.path, Stored(e.path, np.dtype(e.dtype), e.leaf_shape, e.rows, []))
-        leaf.entries.append((k, tuple((a, a + n) for a, n in zip(e.begin, e.shape, strict=True))))
-    return found
-
-
-def entries_of(leaf: Place) -> list[Entry]:
-    """Make the entries of a leaf for new files: one for each range of each box."""
-    shards = shards_of(leaf.sharding, leaf.shape)[0]
-    size = leaf.shape[0] // shards
-    step = max(1, leaf.rows // shards if leaf.rows else size)
-    found = list[Entry]()
-    for begin in range(0, size, step):
-        for (first, _), *rest in boxes_of(leaf.sharding, leaf.shape):
-            shape = (min(step, size - begin), *shape_of(tuple(rest)))
-            at = (first + begin, *(start for start, _ in rest))
-            found.append(Entry(leaf.name, shape, leaf.dtype.name, at, leaf.shape, size))
-    return found
-
-
-def check_covered(what: str, wanted: Iterable[Box], have: Sequence[Box]) -> None:
-    """Raise ``ValueError`` where this process needs a part of a leaf that it does not have."""
-
-    def said(box: Box) -> str:
-        return f"[{', '.join(f'{a}:{b}' for a, b in box)}]"
-
-    for box in wanted:
-        if not covered(box, have):
-            raise ValueError(
-                f"target: {what} is divided otherwise between processes than in the commit; here {said(box)} of it is "
-                f"needed, and {' and '.join(map(said, have)) or 'nothing'} there. Fix: the mesh and the shardings of "
-                "the run that was committed. Into others through a checkpoint: jo.save_args(tree) in that run, "
-                "jo.restore(manager, target) in this."
-            )
+def _said(box: Box) -> str:
+    return f"[{', '.join(f'{a}:{b}' for a, b in box)}]"
 
 
 # ---- the tree of a commit --------------------------------------------------------------------------------------------
 
 
-def packed(tree: Any) -> tuple[dict[str, Any], dict[str, OnDisk]]:
-    """Return the arrays of a tree that are not on disk, and its leaves that are, by their names there.
+def packed(tree: Any, stored: Callable[[OnDisk], Stored]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Describe a tree in JSON, and return its arrays that are not on disk by their keys in a store.
 
-    The arrays are copied to the host when they are written, a few at a time; the tree must not change before that.
-
-    Raises:
-      TypeError: a leaf is not an array, a number or a string.
-      ValueError: an array was donated.
+    ``stored`` returns how a leaf on disk is divided. The arrays are copied to the host when they are written; the tree
+    must not change before that. ``TypeError`` and ``ValueError`` if something would not come back.
     """
-    beside, rows, found = dict[str, Any](), list[dict[str, Any]](), dict[str, OnDisk]()
+    rows, arrays = dict[str, Any](), dict[str, Any]()
     for path, x in jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_on_disk)[0]:
-        row: dict[str, Any] = {"path": keystr(path)}
+        name, key = keystr(path), None
+        if isinstance(x, (bool, int, float, str)):
+            rows[name] = {"value": x}
+            continue
         if is_on_disk(x):
-            row["on disk"] = x.place.name
-            found[x.place.name] = x
-        elif isinstance(x, (bool, int, float, str)):
-            row["value"] = x
+            found = stored(x)
         elif is_array(x):
-            _check_stored(keystr(path), x)
+            _check_stored(name, x)
             if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
-                row["key"], x = str(jax.random.key_impl(x)), jax.random.key_data(x)
-            row |= {"dtype": np.dtype(x.dtype).name, "shape": list(np.shape(x))}
-            if isinstance(x, jax.Array) and not (x.is_fully_addressable or x.is_fully_replicated):
-                parts = parts_here(x)
-                row["parts"] = [box for box, _ in parts]
-                beside |= {f"{len(rows)}.{k}": values for k, (_, values) in enumerate(parts)}
-            else:
-                # An array keeps its copy on the host for as long as it lives; the shard is another array.
-                replicated = isinstance(x, jax.Array) and x.is_fully_replicated
-                beside[str(len(rows))] = x.addressable_data(0) if replicated else x
+                key, x = str(jax.random.key_impl(x)), jax.random.key_data(x)
+            # An array keeps its copy on the host for as long as it lives; its parts are other arrays.
+            parts = memory.parts_here(x) if isinstance(x, jax.Array) else [(memory.box_of_shape(x.shape), x)]
+            found = Stored(name, np.dtype(x.dtype).name, x.shape, [box for box, _ in parts])
+            arrays |= {found.key(box): values for box, values in parts}
         else:
-            what = type(x).__name__
-            raise TypeError(f"tree: {keystr(path)} is a {what}; a commit holds arrays, numbers and strings.")
-        rows.append(row)
-    return {_TREE: np.frombuffer(json.dumps(rows).encode(), np.uint8), **beside}, found
+            raise TypeError(f"tree: {name} is a {type(x).__name__}; a commit holds arrays, numbers and strings.")
+        rows[name] = {"stored": vars(found), "key": key, "on disk": is_on_disk(x)}
+    return rows, arrays
+
+
+def on_disk(rows: Mapping[str, Any]) -> dict[str, Stored]:
+    """Return the leaves on disk of a tree that is described, by their names there."""
+    found = (Stored(**row["stored"]) for row in rows.values() if row.get("on disk"))
+    return {each.name: each for each in found}
 
 
 def _check_stored(path: str, x: Any) -> None:
@@ -530,61 +486,45 @@ def _check_stored(path: str, x: Any) -> None:
 
 
 def unpacked(
-    beside: Mapping[str, np.ndarray[Any, Any]],
+    rows: Mapping[str, Any],
     target: Any,
-    leaves: Mapping[str, Stored],
-    handle: Callable[[str, Sharding], OnDisk],
+    handle: Callable[[Stored, Sharding], OnDisk],
+    read: Callable[[str], np.ndarray[Any, Any]],
     folder: Any,
 ) -> Any:
-    """Return the tree that was committed, each array where the target says.
+    """Return the tree that was described, each array where the target says, which may be abstract.
 
-    Args:
-      beside: the commit's arrays.
-      target: a tree of the same structure; leaves on disk, and any array, may be abstract.
-      leaves: the leaves on disk, by name.
-      handle: returns the placeholder of a leaf on disk, given its name and its place in host memory.
-      folder: the commit's directory, for errors.
-
-    Raises:
-      ValueError: the target has other leaves, or of other types.
+    ``handle`` returns the placeholder of a leaf on disk, given its place in host memory. ``read`` returns the bytes of
+    a key of the other arrays. ``folder`` is the commit's directory, for errors.
     """
-    rows = json.loads(beside[_TREE].tobytes().decode())
-    numbers = {row["path"]: str(k) for k, row in enumerate(rows)}
     flat, treedef = jax.tree_util.tree_flatten_with_path(target, is_leaf=is_on_disk)
     wanted = [(keystr(path), like) for path, like in flat]
 
     def type_of(row: Mapping[str, Any]) -> Any:
-        if "on disk" in row:
-            return leaves[row["on disk"]]
-        found = jax.ShapeDtypeStruct(row["shape"], row["dtype"]) if "shape" in row else None
-        return jax.eval_shape(lambda x: jax.random.wrap_key_data(x, impl=row["key"]), found) if "key" in row else found
+        if "value" in row:
+            return None
+        found = jax.ShapeDtypeStruct(row["stored"]["shape"], row["stored"]["dtype"])
+        return jax.eval_shape(lambda x: jax.random.wrap_key_data(x, impl=row["key"]), found) if row["key"] else found
+
+    def leaf(row: Mapping[str, Any], like: Any) -> Any:
+        if "value" in row:
+            return row["value"]
+        stored, place = Stored(**row["stored"]), getattr(like, "sharding", None) or memory.ambient_sharding()
+        if row["on disk"]:
+            return handle(stored, memory.with_kind(place, memory.HOST_KIND))
+        parts, shape = stored.read(read), tuple(stored.shape)
+        stored.check_covers(memory.boxes_of(place, shape))
+        if isinstance(like, np.ndarray):
+            return np.array(memory.gathered(parts, memory.box_of_shape(shape)))
+        x = memory.assembled(parts, place, shape)
+        return jax.device_put(jax.random.wrap_key_data(x, impl=row["key"]), place) if row["key"] else x
 
     check_target(
-        dict(wanted), {row["path"]: type_of(row) for row in rows}, "commit",
-        folder,
+        dict(wanted), {name: type_of(row) for name, row in rows.items()}, "commit", folder,
         "Give a tree like the committed one, with jo.abstract_state(tx, params) in the state's place, where tx is the "
         "optimizer of that run, with its storage= and its parameters' names.",
     )  # fmt: skip
-
-    def leaf(path: str, like: Any) -> Any:
-        number, row = numbers[path], rows[int(numbers[path])]
-        if "value" in row:
-            return row["value"]
-        place = getattr(like, "sharding", None) or memory.ambient_sharding()
-        if "on disk" in row:
-            return handle(row["on disk"], memory.with_kind(place, memory.HOST_KIND))
-        shape, dtype = tuple(row["shape"]), np.dtype(row["dtype"])
-        whole = box_of_shape(shape)
-        boxes = {number: whole}
-        if "parts" in row:  # the parts that this process had
-            boxes = {f"{number}.{k}": tuple(map(tuple, box)) for k, box in enumerate(row["parts"])}
-        parts = [(box, np.frombuffer(beside[k].tobytes(), dtype).reshape(shape_of(box))) for k, box in boxes.items()]
-        check_covered(path, boxes_of(place, shape), [box for box, _ in parts])
-        x = gathered(parts, whole) if place.is_fully_addressable else assembled(parts, place, shape)
-        x = jax.random.wrap_key_data(jnp.asarray(x), impl=row["key"]) if "key" in row else x
-        return np.array(x) if isinstance(like, np.ndarray) else jax.device_put(x, place)
-
-    return jax.tree.unflatten(treedef, [leaf(*each) for each in wanted])
+    return jax.tree.unflatten(treedef, [leaf(rows[name], like) for name, like in wanted])
 
 
 def check_target(wanted: Mapping[str, Any], stored: Mapping[str, Any], what: str, folder: Any, fix: str) -> None:

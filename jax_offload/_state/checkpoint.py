@@ -75,7 +75,7 @@ def save_args(tree: Any, *, copy: bool = True) -> Any:
         if is_late(x):
             return Late.of(x)
         if is_on_disk(x):
-            return jax.device_put(x.read(x.sharding), x.sharding)
+            return jax.device_put(x.read(), x.sharding)
         return memory.copy_on_host(x) if copy and memory.on_host(x) else x
 
     tree = jax.block_until_ready(jax.tree.map(held, tree, is_leaf=is_on_disk))

@@ -293,7 +293,7 @@ def to_device(state: Any) -> Any:
 
     def on_device(x: Any) -> Any:
         if is_on_disk(x):
-            return jax.device_put(x.read(x.sharding), memory.with_kind(x.sharding, memory.DEVICE_KIND))
+            return jax.device_put(x.read(), memory.with_kind(x.sharding, memory.DEVICE_KIND))
         return memory.to_device(x) if isinstance(x, jax.Array) else x
 
     return guarded(jax.tree.map(on_device, state, is_leaf=is_on_disk), state)
