@@ -166,6 +166,8 @@ SCHEDULES = {
     "a reduction": after("%d = f32[256]{0} reduce(%a, %zero), dimensions={1}", compute=READ * (1 + 1 / 256)),
     "a bitcast": after(f"%d = {M} bitcast(%a)", compute=0),
     "a sum that stays in the cache": after("%d = f32[256,256]{1,0:S(1)} add(%a, %b)", compute=2 * READ),
+    "a sum that stays in a part of the cache": after(
+        "%d = f32[256,256]{1,0:T(8,128)S(1)SC(0:256)} add(%a, %b)", compute=2 * READ),
     "cublas": after(f"%d = ({M}, s8[0]{{0}}) custom-call(%a, %b), custom_call_target=\"__cublas$gemm\", "
                     'backend_config={"lhs_contracting_dimensions":["1"]}', compute=1),
     "an allocation": after(f'%d = ({M}, s8[0]{{0}}) custom-call(%a, %b), custom_call_target="AllocateBuffer"',
@@ -185,6 +187,10 @@ SCHEDULES = {
     "no more in both than one way": copies(*COPIES_BOTH, chip=dataclasses.replace(CHIP, host_link_both=2 * MATRIX),
                                            step=1, link=1),
     "a copy that is not asynchronous": after(f"%l = {M} copy(%h)", step=0.5 + READ, exposed=0.5, loaded=MATRIX),
+    # what the host's cores take from the device crosses the link, and host memory does not
+    "arithmetic on the host's cores": after(
+        f"%s = (({ON_HOST}, {M}), {ON_HOST}, u32[]) custom-call-start(%h, %a)", "%t = f32[] custom-call-done(%s)",
+        step=0.5, loaded=0, stored=MATRIX),
     # loops and branches; across iterations a queue goes on
     "a loop that says how often": loop(TRIPS, (L, DOT, L_DONE), 5, step=7, compute=7, link=3.5, exposed=0),
     "a loop that counts": loop(TRIPS.replace("known", "un"), (L, DOT, L_DONE), 5, step=5),
