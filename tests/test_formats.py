@@ -99,6 +99,14 @@ def test_rounding_is_unbiased_and_near(name):
     assert (np.abs(nearest - x) / x)[near].max() <= 0.55 * NEAR[name]
 
 
+@pytest.mark.parametrize("name", NARROW[:4])
+def test_ties_round_to_even_as_in_a_cast(name):
+    x = np.arange(2**13, 2**14, dtype=np.float32).reshape(64, 128)
+    power = 2.0 ** np.ceil(np.log2(x.max(1, keepdims=True) / float(jnp.finfo(name).max)))
+    cast = np.asarray(jnp.asarray(x / power, name), np.float32) * power
+    np.testing.assert_array_equal(there_and_back(name, stochastic=False)(x, SEED), cast)
+
+
 @pytest.mark.parametrize("name", EIGHT_BITS)
 def test_points_of_the_dynamic_map(name):
     bits = {"int8": 7, "uint8": 8}[name]

@@ -113,6 +113,8 @@ def encode(x: jax.Array, seed: Any = None, *, storage: Storage) -> list[jax.Arra
     x, dtype = x.astype(jnp.float32), storage.dtype
     if dtype == "float32":
         return [x]
+    if dtype == "bfloat16" and seed is None:
+        return [x.astype(dtype)]
     bits = None if seed is None else _random_bits(seed, x)
     if dtype in INTEGERS:
         x = _where(lax.is_finite(x), x, math.inf)  # makes the whole block NaN; XLA's CPU loses NaN in a maximum
@@ -227,11 +229,13 @@ def _to_float(x: jax.Array, inverse: jax.Array, noise: jax.Array | None, dtype: 
 
 
 def _to_digits(x: jax.Array, digits: int, noise: jax.Array | None) -> jax.Array:
-    """Round to so many binary digits behind the first, whose next number is the next one in float32's bits, too."""
-    rest = 23 - digits
-    up = jnp.uint32(1 << (rest - 1)) if noise is None else noise >> (32 - rest)
-    bits = lax.bitcast_convert_type(x, jnp.uint32) + up
-    return _float_of(bits & jnp.uint32(2**32 - 2**rest))
+    """Round to so many binary digits behind the first, whose next number is the next one in float32's bits, too.
+
+    Without noise, ties go to the even number, as in ``astype``.
+    """
+    rest, bits = 23 - digits, lax.bitcast_convert_type(x, jnp.uint32)
+    up = ((bits >> rest) & 1) + jnp.uint32(2 ** (rest - 1) - 1) if noise is None else noise >> (32 - rest)
+    return _float_of((bits + up) & jnp.uint32(2**32 - 2**rest))
 
 
 # ---- numbers in the dynamic map of the integers
