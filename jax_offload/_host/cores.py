@@ -27,42 +27,14 @@ import numpy as np
 from jax.sharding import Mesh, Sharding, SingleDeviceSharding
 
 from jax_offload._disk.disk import allgathered
-from jax_offload._host.stages import Stage, is_sent
-from jax_offload._program.jaxprs import (
-    ClosedJaxpr,
-    Equation,
-    Jaxpr,
-    Literal,
-    Var,
-    jaxpr_of,
-    jit,
-    nameless,
-    run_equation,
-    values_of,
-    variables,
-    with_jaxprs,
-)
-from jax_offload._program.memory import (
-    DEVICE_KIND,
-    HOST_KIND,
-    Box,
-    assembled,
-    box_of,
-    copy_on_host,
-    gathered,
-    is_host_aval,
-    on_host,
-    shape_of,
-    to_device,
-    to_host,
-    with_kind,
-)
+from jax_offload._host.stages import Stage
+from jax_offload._program import jaxprs, memory
+from jax_offload._program.jaxprs import ClosedJaxpr, Equation, Jaxpr, Literal, Var, jit, values_of, variables
+from jax_offload._program.memory import DEVICE_KIND, HOST_KIND, Box, is_host_aval, on_host, to_device, with_kind
 from jax_offload._program.program import flat
 from jax_offload._program.slices import Slice
 
-# The fewest elements in a part, and the number of parts for each thread: threads that are delayed take fewer.
-_AT_LEAST, _PARTS = 2**16, 8
-_ALIGNED = 64  # bytes; XLA takes memory with this alignment without a copy
+# ---- arrays on their way -------------------------------------------------------------------------------------------
 
 
 @functools.cache
@@ -81,76 +53,9 @@ def cpu() -> Any:
         ) from error
 
 
-def sent(x: Any) -> Any:
-    """Start to copy a value to host memory, without waiting; scalars are read where they are.
-
-    ``to_host`` runs a program, behind those that have begun. It is the only way jax has with several processes.
-    """
-    if not is_sent(x) or on_host(x) or on_cpus(x.sharding.device_set):
-        return x
-    if not x.is_fully_addressable:
-        return to_host(x)
-    return jax.device_put(x, with_kind(x.sharding, HOST_KIND), may_alias=False)
-
-
-def lent(x: Any) -> Any:
-    """Return a value that was sent as an operand of a program of XLA: whole, once it has arrived.
-
-    Another CPU's array goes there by itself. A NumPy view of it would last until that program has ended, and whoever
-    donates the array meanwhile would have it copied, and not deleted. Pinned memory is seen through such a view.
-    """
-    x = one_of(x)
-    here = with_kind(SingleDeviceSharding(cpu()), x.sharding.memory_kind)
-    return jax.device_put(x, here) if _is_plain(x, here) else jax.device_put(np.asarray(x), here, may_alias=True)
-
-
-def brought_back(x: jax.Array, sharding: Sharding) -> jax.Array:
-    """Start to copy a result to the step's own memory. A kernel has made it on the step's devices already, which divide
-    it otherwise if need be; a program of XLA has made it whole."""
-    if x.sharding == sharding:
-        return x
-    as_it_is = with_kind(sharding, str(x.sharding.memory_kind))
-    if x.sharding.device_set == sharding.device_set:
-        if not x.sharding.is_equivalent_to(as_it_is, x.ndim):  # device memory divides it in another way
-            x = jax.device_put(jax.device_put(x, with_kind(x.sharding, DEVICE_KIND)), with_kind(sharding, DEVICE_KIND))
-    elif not _is_plain(x, sharding):
-        return jax.device_put(np.asarray(x), as_it_is, may_alias=on_host(x))
-    return jax.device_put(x, sharding)
-
-
-def _is_plain(x: jax.Array, to: Sharding) -> bool:
-    """Whether jax copies an array to other devices without NumPy: between CPUs, and PRNG keys."""
-    return jnp.issubdtype(x.dtype, jax.dtypes.extended) or on_cpus(x.sharding.device_set | to.device_set)
-
-
 def on_cpus(devices: Iterable[Any]) -> bool:
     """Whether all memory of these devices is the host's."""
     return all(device.platform == "cpu" for device in devices)
-
-
-def one_of(x: Any) -> Any:
-    """Return one shard of a replicated array, a view of its memory; return any other array unchanged."""
-    return x.addressable_data(0) if isinstance(x, jax.Array) and x.is_fully_replicated else x
-
-
-def replicas_of(x: jax.Array) -> dict[Box, list[jax.Array]]:
-    """Map the boxes of an array that this process has to their replicas."""
-    found: dict[Box, list[jax.Array]] = {}
-    for shard in x.addressable_shards:
-        found.setdefault(box_of(shard.index, x.shape), []).append(shard.data)
-    return found
-
-
-def memory_of(x: jax.Array) -> Any:
-    """Return an array's memory as a view; a copy where it has no address, or another layout than row by row.
-
-    XLA does not know of the view, so that it can still donate the array.
-    """
-    layout = cast(Any, x).format.layout
-    if not has_addresses(x.sharding.device_set) or layout.major_to_minor != tuple(range(x.ndim)):
-        return np.asarray(x)
-    buffer = (ctypes.c_char * x.nbytes).from_address(jax.block_until_ready(x).unsafe_buffer_pointer())
-    return np.frombuffer(buffer, x.dtype).reshape(x.shape)
 
 
 def has_addresses(devices: Iterable[Any]) -> bool:
@@ -158,16 +63,42 @@ def has_addresses(devices: Iterable[Any]) -> bool:
     return all(device.platform in ("cpu", "gpu", "cuda", "rocm") for device in devices)
 
 
-def aligned(box: Box, dtype: Any) -> Any:
-    """Allocate memory for a part of a result, aligned as XLA takes it without a copy."""
-    shape = shape_of(box)
-    size = math.prod(shape) * np.dtype(dtype).itemsize
-    raw = np.empty(size + _ALIGNED, np.uint8)
-    start = -raw.ctypes.data % _ALIGNED
-    return raw[start : start + size].view(dtype).reshape(shape)
+def sent(x: jax.Array) -> jax.Array:
+    """Start to copy an array to host memory, without waiting.
+
+    ``to_host`` runs a program, behind those that have begun. It is the only way jax has with several processes.
+    """
+    if on_host(x) or on_cpus(x.sharding.device_set):
+        return x
+    if not x.is_fully_addressable:
+        return memory.to_host(x)
+    return jax.device_put(x, with_kind(x.sharding, HOST_KIND), may_alias=False)
 
 
-def taken_over(arrays: Sequence[jax.Array]) -> Sequence[jax.Array]:
+def brought_back(x: jax.Array, sharding: Sharding) -> jax.Array:
+    """Start to copy a result to the step's own memory. A kernel has made it on the step's devices already, which divide
+    it otherwise if need be; a program of XLA has made it whole."""
+    if x.sharding.device_set != sharding.device_set:
+        return _copied(x, sharding, may_alias=on_host(x))
+    if not x.sharding.is_equivalent_to(with_kind(sharding, str(x.sharding.memory_kind)), x.ndim):
+        # device memory divides it in another way
+        x = jax.device_put(jax.device_put(x, with_kind(x.sharding, DEVICE_KIND)), with_kind(sharding, DEVICE_KIND))
+    return x if x.sharding == sharding else jax.device_put(x, sharding)
+
+
+def _copied(x: jax.Array, to: Sharding, may_alias: bool) -> jax.Array:
+    """Copy an array to other devices: through NumPy, unless it is on CPUs, or holds PRNG keys."""
+    if jnp.issubdtype(x.dtype, jax.dtypes.extended) or on_cpus(x.sharding.device_set | to.device_set):
+        return jax.device_put(x, to)
+    return jax.device_put(np.asarray(x), to, may_alias=may_alias)
+
+
+def one_of(x: Any) -> Any:
+    """Return one shard of a replicated array, a view of its memory; return any other array unchanged."""
+    return x.addressable_data(0) if isinstance(x, jax.Array) and x.is_fully_replicated else x
+
+
+def taken_over(*arrays: jax.Array) -> Sequence[jax.Array]:
     """Make donated arrays the step's own, in their memory, without waiting.
 
     They are donated to a program that does nothing. It runs when all programs that read them have ended, marks them as
@@ -175,11 +106,11 @@ def taken_over(arrays: Sequence[jax.Array]) -> Sequence[jax.Array]:
     holds a NumPy view; then they are copied.
     """
     try:
-        return _handed_over(tuple(x.sharding for x in arrays))(*arrays) if arrays else ()
+        return _handed_over(tuple(x.sharding for x in arrays))(*arrays)
     except jax.errors.JaxRuntimeError:
         if any(x.is_deleted() for x in arrays):
             raise
-        copies = [copy_on_host(x) for x in arrays]
+        copies = [memory.copy_on_host(x) for x in arrays]
         for x in arrays:
             x.delete()
         return copies
@@ -187,8 +118,76 @@ def taken_over(arrays: Sequence[jax.Array]) -> Sequence[jax.Array]:
 
 @functools.lru_cache(256)
 def _handed_over(shardings: tuple[Sharding, ...]) -> Callable[..., Sequence[jax.Array]]:
-    donated = tuple(range(len(shardings)))
-    return jax.jit(lambda *xs: xs, donate_argnums=donated, out_shardings=shardings)
+    return jax.jit(lambda *xs: xs, donate_argnums=range(len(shardings)), out_shardings=shardings)
+
+
+# ---- programs of XLA -------------------------------------------------------------------------------------------------
+
+
+def program(jaxpr: Jaxpr) -> Callable[..., list[Any]]:
+    """Compile a jaxpr as a program of XLA on the cores. It takes operands that were sent.
+
+    It runs without the step's mesh, which does not contain the cores.
+    """
+    run = jit(_undivided(jaxpr))
+
+    def lent(x: Any) -> Any:
+        """An operand, whole, once it has arrived.
+
+        A NumPy view of another CPU's array would last until the program has ended, and whoever donates the array
+        meanwhile would have it copied, and not deleted. Pinned memory is seen through such a view.
+        """
+        x = one_of(x)
+        return _copied(x, with_kind(SingleDeviceSharding(cpu()), x.sharding.memory_kind), may_alias=True)
+
+    def called(*operands: Any) -> list[Any]:
+        with jax.set_mesh(Mesh(np.empty((), object), ())):
+            return run(*map(lent, operands))
+
+    return called
+
+
+def _undivided(jaxpr: Jaxpr) -> Callable[..., list[Any]]:
+    """Return a jaxpr for a mesh as a function of whole arrays on one device, without constraints and shardings. Its
+    operands may be in host memory, whatever its types say."""
+
+    def inside(inner: Jaxpr) -> Jaxpr:
+        """Change an open jaxpr, a branch or the body of a loop, in the same way."""
+        inputs = [*inner.constvars, *inner.invars]
+        types = [v.aval.update(sharding=None) if hasattr(v.aval, "sharding") else v.aval for v in inputs]
+        traced = jaxprs.jaxpr_of(_undivided(inner), *types)[0].jaxpr
+        n, info = len(inner.constvars), jaxprs.nameless(traced.debug_info)
+        return Jaxpr(traced.invars[:n], traced.invars[n:], traced.outvars, traced.eqns, traced.effects, info)
+
+    def step_cores(*operands: Any) -> list[Any]:
+        inputs = [*jaxpr.constvars, *jaxpr.invars]
+        env = {v: x if is_host_aval(v.aval) else to_device(x) for v, x in zip(inputs, operands, strict=True)}
+        for eqn in jaxpr.eqns:
+            results = given = [v.val if isinstance(v, Literal) else env[v] for v in eqn.invars]
+            if eqn.primitive.name not in ("sharding_constraint", "reshard"):
+                params = jaxprs.with_jaxprs(eqn.params, inside)
+                params = {k: None if isinstance(x, Sharding) else x for k, x in params.items()}
+                results = jaxprs.run_equation(eqn, given, params)
+            env.update(zip(eqn.outvars, results, strict=True))
+        return values_of(env, jaxpr.outvars)
+
+    return step_cores
+
+
+# ---- kernels: an elementwise update in one pass, which reads each number once and writes it in place -----------------
+#
+# XLA's compiler for CPUs makes a pass over the arrays for each result. One kernel for all results reads less: AdamW's
+# moves 28 bytes a parameter instead of 40. It is generated from the update's equations and compiled by numba (extra
+# ``cores``). Each process updates the parts of a leaf that its own accelerators hold, and one copy of a replicated
+# leaf.
+#
+# A kernel computes bfloat16 in float32 and rounds after each operation, except where the next operation widens the
+# result to float32: XLA's CPU code does the same.
+
+BFLOAT16 = np.dtype(jnp.bfloat16)
+# The fewest elements in a part, and the number of parts for each thread: threads that are delayed take fewer.
+_AT_LEAST, _PARTS = 2**16, 8
+_ALIGNED = 64  # bytes; XLA takes memory with this alignment without a copy
 
 
 @functools.cache
@@ -202,11 +201,6 @@ def has_numba() -> bool:
 
 
 @functools.cache
-def _pool() -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(threads(), "jax_offload")
-
-
-@functools.cache
 def threads() -> int:
     """Return the number of cores that this process may use: its share of those that other processes may use too."""
     mine = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
@@ -216,66 +210,30 @@ def threads() -> int:
     return max(1, int(sum(1 / sum(mask >> core & 1 for mask in masks) for core in mine) + 1e-6))
 
 
-_CONSTRAINTS = ("sharding_constraint", "reshard")
+@functools.cache
+def _pool() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(threads(), "jax_offload")
 
 
-def program(jaxpr: Jaxpr) -> Callable[..., list[Any]]:
-    """Compile a jaxpr as a program of XLA on the cores. It takes operands that were sent.
+def _memory_of(x: jax.Array) -> Any:
+    """Return an array's memory as a view; a copy where it has no address, or another layout than row by row.
 
-    It runs without the step's mesh, which does not contain the cores.
+    XLA does not know of the view, so that it can still donate the array.
     """
-    run = jit(_run_undivided(jaxpr))
-
-    def called(*operands: Any) -> list[Any]:
-        with jax.set_mesh(Mesh(np.empty((), object), ())):
-            return run(*map(lent, operands))
-
-    return called
+    layout = cast(Any, x).format.layout
+    if not has_addresses(x.sharding.device_set) or layout.major_to_minor != tuple(range(x.ndim)):
+        return np.asarray(x)
+    buffer = (ctypes.c_char * x.nbytes).from_address(jax.block_until_ready(x).unsafe_buffer_pointer())
+    return np.frombuffer(buffer, x.dtype).reshape(x.shape)
 
 
-def _run_undivided(jaxpr: Jaxpr) -> Callable[..., list[Any]]:
-    """Return a jaxpr for a mesh as a function of whole arrays on one device, without constraints and shardings. Its
-    operands may be in host memory, whatever its types say."""
-
-    def step_cores(*operands: Any) -> list[Any]:
-        inputs = [*jaxpr.constvars, *jaxpr.invars]
-        env = {v: x if is_host_aval(v.aval) else to_device(x) for v, x in zip(inputs, operands, strict=True)}
-        for eqn in jaxpr.eqns:
-            results = given = [v.val if isinstance(v, Literal) else env[v] for v in eqn.invars]
-            if eqn.primitive.name not in _CONSTRAINTS:
-                inside = with_jaxprs(eqn.params, _undivided)
-                results = run_equation(
-                    eqn, given, {k: None if isinstance(x, Sharding) else x for k, x in inside.items()}
-                )
-            env.update(zip(eqn.outvars, results, strict=True))
-        return values_of(env, jaxpr.outvars)
-
-    return step_cores
-
-
-def _undivided(jaxpr: Jaxpr) -> Jaxpr:
-    """Return an open jaxpr, a branch or the body of a loop, without constraints and shardings."""
-    types = [
-        cast(Any, v.aval).update(sharding=None) if hasattr(v.aval, "sharding") else v.aval
-        for v in (*jaxpr.constvars, *jaxpr.invars)
-    ]
-    traced = jaxpr_of(_run_undivided(jaxpr), *types)[0].jaxpr
-    n = len(jaxpr.constvars)
-    return Jaxpr(
-        traced.invars[:n], traced.invars[n:], traced.outvars, traced.eqns, traced.effects, nameless(traced.debug_info)
-    )
-
-
-# ---- kernels: an elementwise update in one pass, which reads each number once and writes it in place
-#
-# XLA's compiler for CPUs makes a pass over the arrays for each result. One kernel for all results reads less: AdamW's
-# moves 28 bytes a parameter instead of 40. It is generated from the update's equations and compiled by numba (extra
-# ``cores``). Each process updates the parts of a leaf that its own accelerators hold, and one copy of a replicated
-# leaf.
-
-# A kernel computes bfloat16 in float32 and rounds after each operation, except where the next operation widens the
-# result to float32: XLA's CPU code does the same.
-BFLOAT16 = np.dtype(jnp.bfloat16)
+def _aligned(box: Box, dtype: Any) -> Any:
+    """Allocate memory for a part of a result, aligned as XLA takes it without a copy."""
+    shape = memory.shape_of(box)
+    size = math.prod(shape) * np.dtype(dtype).itemsize
+    raw = np.empty(size + _ALIGNED, np.uint8)
+    start = -raw.ctypes.data % _ALIGNED
+    return raw[start : start + size].view(dtype).reshape(shape)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -300,29 +258,31 @@ class Kernel:
 
     def update(self, given: Sequence[Any]) -> list[jax.Array]:
         """Return the results, made box by box and divided like the operand that has the most boxes."""
-        results = self.slice.outputs
-        shards = {i: replicas_of(given[i]) for i in self.arrays}
-        like = max(shards, key=lambda i: len(shards[i]))
-        in_place = {i: k for i, k in self.over.items() if shards[i].keys() == shards[like].keys()}
-        parts = {i: [(own, memory_of(data)) for own, (data, *_) in each.items()] for i, each in shards.items()}
-        made: list[list[tuple[Box, Any]]] = [[] for _ in results]
-        for box in shards[like]:
-            arrays = {i: gathered(each, box) for i, each in parts.items()}
+        replicas: dict[int, dict[Box, list[jax.Array]]] = {i: {} for i in self.arrays}
+        for i, boxes in replicas.items():
+            for shard in given[i].addressable_shards:
+                boxes.setdefault(memory.box_of(shard.index, given[i].shape), []).append(shard.data)
+        parts = {i: [(box, _memory_of(x)) for box, (x, *_) in each.items()] for i, each in replicas.items()}
+        like = max(replicas, key=lambda i: len(replicas[i]))
+        in_place = {i: k for i, k in self.over.items() if replicas[i].keys() == replicas[like].keys()}
+        made: list[list[tuple[Box, Any]]] = [[] for _ in self.slice.outputs]
+        for box in replicas[like]:
+            arrays = {i: memory.gathered(each, box) for i, each in parts.items()}
             arrays |= {i: np.array(arrays[i], order="C") for i in self.over.keys() - in_place.keys()}
             new = {k: arrays[i] for i, k in self.over.items()}
-            fresh = {k: aligned(box, v.aval.dtype) for k, v in enumerate(results) if k not in new}
+            fresh = {k: _aligned(box, v.aval.dtype) for k, v in enumerate(self.slice.outputs) if k not in new}
             self._run([*arrays.values(), *fresh.values()], [given[i] for i in self.scalars])
             for k, x in (new | fresh).items():
                 made[k].append((box, x))
-        for first, *others in (each for i in in_place for each in shards[i].values()):
+        for first, *others in (each for i in in_place for each in replicas[i].values()):
             for other in others:
-                memory_of(other)[...] = memory_of(first)
+                _memory_of(other)[...] = _memory_of(first)
         found = {k: given[i] for i, k in in_place.items()}
-        for k, v in enumerate(results):
+        for k, v in enumerate(self.slice.outputs):
             if k not in found:
                 place = with_kind(given[like].sharding, HOST_KIND if is_host_aval(v.aval) else DEVICE_KIND)
-                found[k] = assembled(made[k], place, given[like].shape)
-        return [found[k] for k in range(len(results))]
+                found[k] = memory.assembled(made[k], place, given[like].shape)
+        return [found[k] for k in range(len(made))]
 
     def _run(self, arrays: Sequence[Any], scalars: Sequence[Any]) -> None:
         """Update arrays of one shape; each part runs in the next free thread."""
@@ -332,11 +292,8 @@ class Kernel:
         numbers = [np.float32(x) if x.dtype == BFLOAT16 else x for x in numbers]
         run, size = _compiled(self.text, self.signature), flat[0].size
         part = max(_AT_LEAST, -(-size // (_PARTS * threads())))
-        if size <= part:
-            run(0, size, *flat, *numbers)
-        else:
-            starts = range(0, size, part)
-            list(_pool().map(lambda start: run(start, min(start + part, size), *flat, *numbers), starts))
+        pieces = [(start, min(start + part, size)) for start in range(0, size, part)]
+        list((_pool().map if len(pieces) > 1 else map)(lambda piece: run(*piece, *flat, *numbers), pieces))
 
 
 def kernels_of(stage: Stage, next_of: Mapping[Var, Var], own: Set[Var]) -> list[Kernel] | None:
@@ -347,12 +304,20 @@ def kernels_of(stage: Stage, next_of: Mapping[Var, Var], own: Set[Var]) -> list[
       next_of: result -> the variable whose next value it is.
       own: the inputs that may be overwritten.
     """
+
+    def type_of(v: Var) -> Any:
+        return v.aval.shape, v.aval.dtype, v.aval.weak_type, is_host_aval(v.aval)
+
     times = Counter(v for s in stage.slices for v in s.inputs)
-    own = {v for v in own if times[v] == 1}
-    try:
-        return [kernel_of(s, _over(s, next_of, own)) for s in stage.slices] if has_numba() else None
-    except _NotElementwise:
-        return None
+    own, found = {v for v in own if times[v] == 1}, list[Kernel]()
+    for s in stage.slices if has_numba() else ():
+        old = {k: next_of[v] for k, v in enumerate(s.outputs) if next_of.get(v) in own.intersection(s.inputs)}
+        over = {s.inputs.index(x): k for k, x in old.items() if type_of(x) == type_of(s.outputs[k])}
+        try:
+            found.append(kernel_of(s, over))
+        except _NotElementwise:
+            return None
+    return found if has_numba() else None
 
 
 def run_kernels(stage: Stage, kernels: Sequence[Kernel], *operands: Any) -> list[Any]:
@@ -361,16 +326,6 @@ def run_kernels(stage: Stage, kernels: Sequence[Kernel], *operands: Any) -> list
     for each in kernels:
         env.update(zip(each.slice.outputs, each.update(values_of(env, each.slice.inputs)), strict=True))
     return values_of(env, stage.outputs)
-
-
-def _over(s: Slice, next_of: Mapping[Var, Var], own: Set[Var]) -> dict[int, int]:
-    """Map the inputs that a slice overwrites to their next values, by position."""
-
-    def type_of(v: Var) -> Any:
-        return v.aval.shape, v.aval.dtype, v.aval.weak_type, is_host_aval(v.aval)
-
-    old = {k: next_of[v] for k, v in enumerate(s.outputs) if next_of.get(v) in own}
-    return {s.inputs.index(x): k for k, x in old.items() if x in s.inputs and type_of(x) == type_of(s.outputs[k])}
 
 
 @functools.lru_cache(256)
@@ -425,18 +380,18 @@ def kernel_of(s: Slice, over: Mapping[int, int]) -> Kernel:
     arrays = tuple(i for i, v in enumerate(inputs) if v.aval.shape == shape)
     scalars = tuple(i for i, v in enumerate(inputs) if v.aval.shape == ())
     names = {v: f"x{i}" for i, v in enumerate(inputs)}
-    unrounded: dict[Var, str] = {}
+    wide = dict[Var, str]()  # values in bfloat16 before they are rounded
     lines = [f"x{i} = {_converted('from', f'a{i}[i]', inputs[i])}" for i in arrays]
     for eqn in program.eqns:
         widens = eqn.primitive.name == "convert_element_type" and eqn.outvars[0].aval.dtype == np.float32
-        operands = [_operand(v, names | unrounded if widens else names) for v in eqn.invars]
+        operands = [_operand(v, names | wide if widens else names) for v in eqn.invars]
         texts = operands if eqn.primitive.name == "optimization_barrier" else [_expression(eqn, operands)]
         for v, text in zip(eqn.outvars, texts, strict=True):
             names[v] = f"v{len(names)}"
             if v.aval.dtype == BFLOAT16 and eqn.primitive.name not in _EXACT:
-                unrounded[v] = f"w{len(names)}"
-                lines.append(f"{unrounded[v]} = float32({text})")
-                text = f"rounded({unrounded[v]})"
+                wide[v] = f"w{len(names)}"
+                lines.append(f"{wide[v]} = float32({text})")
+                text = f"rounded({wide[v]})"
             lines.append(f"{names[v]} = {_type_of(v)}({text})")
     targets = {k: f"r{k}" for k in range(len(outputs))} | {k: f"a{i}" for i, k in over.items()}
     lines += [f"{targets[k]}[i] = {_converted('to', names[v], v)}" for k, v in enumerate(outputs)]
@@ -449,7 +404,8 @@ def kernel_of(s: Slice, over: Mapping[int, int]) -> Kernel:
         f"    for i in range({next(iter(taken))}.size):",
         *(f"        {line}" for line in lines),
     ]
-    types = [f"Array({_stored_type(v)}, 1, 'C', {name not in targets.values()})" for name, v in taken.items()]
+    stored = {name: "uint16" if v.aval.dtype == BFLOAT16 else _type_of(v) for name, v in taken.items()}
+    types = [f"Array({stored[name]}, 1, 'C', {name not in targets.values()})" for name in taken]
     types += [_type_of(inputs[i]) for i in scalars]
     signature = f"void(int64, int64, {', '.join(types)})".replace("bool", "boolean")
     return Kernel(s, "\n".join(lines), signature, arrays, scalars, over)
@@ -460,10 +416,6 @@ def _type_of(v: Any) -> str:
     if name not in ("float32", "int32", "uint32", "uint16", "bool"):
         raise _NotElementwise
     return name
-
-
-def _stored_type(v: Any) -> str:
-    return "uint16" if v.aval.dtype == BFLOAT16 else _type_of(v)
 
 
 def _converted(way: str, text: str, v: Any) -> str:
@@ -487,7 +439,9 @@ _TEXTS = {
     "max": "{0} if ({0} > {1}) or ({0} != {0}) else {1}",
     "min": "{0} if ({0} < {1}) or ({0} != {0}) else {1}",
     "clamp": "{0} if {1} < {0} else ({2} if {1} > {2} else {1})",
-} | dict.fromkeys(_SAME, "{0}")
+    **{name: f"{{0}} {operator} {{1}}" for name, operator in _OPERATORS.items()},
+    **dict.fromkeys(_SAME, "{0}"),
+}
 _TEXTS_OF_FLOATS = {
     "div": "{0} / {1}",
     "sqrt": "sqrt({0})",
@@ -502,26 +456,26 @@ _EXACT |= {"convert_element_type", "reduce_precision", "optimization_barrier"}
 
 def _expression(eqn: Equation, operands: Sequence[str]) -> str:
     """Write an equation with one result as a Python expression."""
-    name, params = eqn.primitive.name, eqn.params
     if len(eqn.outvars) != 1 or not eqn.invars or eqn.effects:
         raise _NotElementwise
+    first, params = operands[0], eqn.params
     old, new = eqn.invars[0].aval.dtype, eqn.outvars[0].aval.dtype
-    if name in _OPERATORS:
-        return f"{operands[0]} {_OPERATORS[name]} {operands[1]}"
-    if name in _TEXTS:
-        return _TEXTS[name].format(*operands)
-    if name in _TEXTS_OF_FLOATS and old in (np.float32, BFLOAT16):
-        return _TEXTS_OF_FLOATS[name].format(*operands)
-    if name == "integer_pow" and 1 <= params["y"] <= (2 if new == BFLOAT16 else 4):  # XLA rounds each product
-        return " * ".join([operands[0]] * params["y"])
-    if name == "select_n" and len(operands) == 3 and str(old) == "bool":
-        return f"{operands[2]} if {operands[0]} else {operands[1]}"
-    if name == "convert_element_type" and (jnp.issubdtype(new, jnp.floating) or not jnp.issubdtype(old, jnp.floating)):
-        return f"rounded(float32({operands[0]}))" if new == BFLOAT16 and old != BFLOAT16 else operands[0]
-    if name == "bitcast_convert_type" and (old, new) == (BFLOAT16, np.uint16):
-        return f"to_bfloat16({operands[0]})"
-    if name == "reduce_precision" and (params["exponent_bits"], params["mantissa_bits"]) == (8, 7):
-        return f"rounded({operands[0]})"
-    if name == "not":
-        return f"not {operands[0]}" if str(old) == "bool" else f"~{operands[0]}"
-    raise _NotElementwise
+    from_float, to_float = (jnp.issubdtype(dtype, jnp.floating) for dtype in (old, new))
+    texts = _TEXTS | _TEXTS_OF_FLOATS if old in (np.float32, BFLOAT16) else _TEXTS
+    match eqn.primitive.name:
+        case name if name in texts:
+            return texts[name].format(*operands)
+        case "integer_pow" if 1 <= params["y"] <= (2 if new == BFLOAT16 else 4):  # XLA rounds each product
+            return " * ".join([first] * params["y"])
+        case "select_n" if len(operands) == 3 and str(old) == "bool":
+            return f"{operands[2]} if {first} else {operands[1]}"
+        case "convert_element_type" if to_float or not from_float:
+            return f"rounded(float32({first}))" if new == BFLOAT16 and old != BFLOAT16 else first
+        case "bitcast_convert_type" if (old, new) == (BFLOAT16, np.uint16):
+            return f"to_bfloat16({first})"
+        case "reduce_precision" if (params["exponent_bits"], params["mantissa_bits"]) == (8, 7):
+            return f"rounded({first})"
+        case "not":
+            return f"not {first}" if str(old) == "bool" else f"~{first}"
+        case _:
+            raise _NotElementwise

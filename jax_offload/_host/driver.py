@@ -1,17 +1,18 @@
-"""Run a step stage by stage: send operands ahead, run a stage, and keep its results where others read them.
+"""A driven step as tasks over named values, which run in order while Python waits only for the host's cores.
 
-Leaves on disk are read ahead of the stages and written behind them.
+A task is a program of the device or of the cores, the start of a copy between the two, or the start or the end of a
+read or a write of files. Each value is forgotten after its last reader.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import itertools
 from collections import Counter, deque
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence, Set
 from concurrent.futures import Future
-from typing import Any, cast
+from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,54 +20,29 @@ import numpy as np
 from jax.core import Tracer
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
-from jax_offload._disk.leaves import IN_MEMORY, READ, WRITE, Place, Token
-from jax_offload._emit.region import Update, holds_driven_update, is_update
+from jax_offload._disk.leaves import Token
 from jax_offload._host import cores
 from jax_offload._host.stages import (
     BEFORE,
-    DRIVEN,
-    OnFiles,
     Part,
     Stage,
     Staged,
     arranged,
+    bytes_of,
+    files_of,
     in_turn,
     is_sent,
     linked,
     sending_rows,
     staged,
-    stands_in,
 )
-from jax_offload._program.arrays import nbytes
-from jax_offload._program.jaxprs import (
-    Atom,
-    ClosedJaxpr,
-    Equation,
-    Literal,
-    Var,
-    holds_inside,
-    inner_of,
-    jax_fun,
-    jit,
-    values_of,
-    variables,
-)
-from jax_offload._program.memory import (
-    DEVICE_KIND,
-    HOST_KIND,
-    ambient_sharding,
-    copy_on_host,
-    is_explicit,
-    is_host_aval,
-    on_host,
-    to_host,
-    typed_sharding,
-    with_kind,
-)
+from jax_offload._program import memory
+from jax_offload._program.jaxprs import ClosedJaxpr, Equation, Literal, Var, jax_fun, jit, values_of, variables
+from jax_offload._program.memory import DEVICE_KIND, HOST_KIND, is_host_aval, on_host, to_host, with_kind
 from jax_offload._program.primitives import guarded
 from jax_offload._program.private import without_dead_code
-from jax_offload._program.program import Program, flat, is_load, is_store, numbered, structure, unguarded
-from jax_offload._program.propagate import Facts, Node
+from jax_offload._program.program import flat, is_load, is_store, numbered, structure, unguarded
+from jax_offload._program.propagate import Node
 from jax_offload._rewrite.canonical import dereferenced
 from jax_offload._rewrite.rewritten import check_order, is_driven, tell
 
@@ -75,121 +51,9 @@ from jax_offload._rewrite.rewritten import check_order, is_driven, tell
 DEPTH, AT_ONCE = 2, 2**29
 
 
-# ---- taken out of the step -------------------------------------------------------------------------------------------
-
-
-def files_of(step: Program, args: Sequence[Any]) -> OnFiles:
-    """Take the reads and writes of leaves on disk out of a step that is called with arguments like ``args``.
-
-    Raises:
-      ValueError: the step does something other than update such a leaf, or computes with its token.
-    """
-    reads: dict[Var, tuple[Atom, Place]] = {}
-    written: dict[Var, tuple[Atom, Place]] = {}  # token -> the value to write, and its place
-    eqns: list[Equation] = []
-    for eqn in step.eqns:
-        if is_update(eqn):
-            _check_leaves(eqn, reads)
-        if eqn.primitive is READ:
-            reads[eqn.outvars[0]] = eqn.invars[0], eqn.params["place"]
-        elif eqn.primitive is WRITE:
-            written[eqn.outvars[0]] = eqn.invars[0], eqn.params["place"]
-        else:
-            _check_equation(eqn, reads, written)
-            eqns.append(eqn)
-    inputs, read = {*step.inputs}, {*variables(v for v, _ in reads.values())}
-    given = all(isinstance(v, Var) and v in inputs for v, _ in reads.values())
-    read_again = any(not read.isdisjoint(variables(eqn.invars)) for eqn in eqns)
-    if not given or read_again or not reads.keys().isdisjoint(variables(step.outputs)):
-        raise ValueError(_COMPUTES)
-    arguments = step.inputs[len(step.consts) :]
-    _check_tokens(step, read.union(v for v, x in zip(arguments, args, strict=True) if isinstance(x, Token)))
-    found = {k: written[v] for k, v in enumerate(step.outputs) if isinstance(v, Var) and v in written}
-    kept = {place for _, place in found.values()}
-    homes = {place.home for place in kept}
-    if lost := [place for _, place in reads.values() if place.home in homes and place not in kept]:
-        raise ValueError(
-            f"disk: the step updates a state and returns only a part of it, not {lost[0].name}, which is overwritten "
-            "all the same. Fix: return the whole state."
-        )
-    parts: dict[Var, Part] = {v: (place, None) for v, (_, place) in reads.items()}
-    writes = dict[Var, list[Part]]()
-    for x, place in found.values():
-        if x not in reads:
-            writes.setdefault(cast(Var, x), []).append((place, None))
-        elif (old := reads[cast(Var, x)][1]) != place:
-            raise ValueError(
-                f"disk: the update moves {old.name} unchanged to {place.name}, which may be overwritten by then. Fix: "
-                "a select= that leaves them in memory."
-            )
-    rest = [v for k, v in enumerate(step.outputs) if k not in found]
-    program = dataclasses.replace(step, inputs=[*step.inputs, *reads], eqns=eqns, outputs=[*rest, *writes])
-    return OnFiles(program, rest, [*reads.values()], {k: place for k, (_, place) in found.items()}, parts, writes)
-
-
-_COMPUTES = (
-    "disk: the step computes with a state on disk outside its one update: it updates the state again, chooses between "
-    "two states, or reads a leaf, for a norm perhaps. Fix: jo.jit(step), where the state goes from argument to one "
-    "update to result. For several updates call such a step several times, or accumulate gradients in "
-    "jo.offload(optax.MultiSteps(...), disk=...); skip= or lax.cond skips an update; and between "
-    "two steps jo.to_device(optax.tree.get(state, 'mu')) reads a part of the state, and jo.save_args saves it."
-)
-
-
-def _check_leaves(eqn: Equation, reads: Mapping[Var, tuple[Atom, Place]]) -> None:
-    """Raise ``ValueError`` where an update reads other leaves from disk than its ``offload`` keeps there."""
-    update: Update = eqn.params["update"]
-    on_disk = update.on_disk
-    for v, x in zip(update.operands, eqn.invars, strict=True):
-        there, known = isinstance(x, Var) and x in reads, v in on_disk
-        if there and not known:
-            raise ValueError(
-                f"state: {reads[cast(Var, x)][1].name} is on disk, and this offload keeps it in memory. Fix: the "
-                "offload, and the host_bytes, with which the state was made; into another one jo.to_host(tx, state) "
-                "brings it, with a jo.disk(...) of another directory where some stays on disk."
-            )
-        if known and not there:
-            raise ValueError(f"state: a leaf {v.aval.dtype}{list(v.aval.shape)} {IN_MEMORY}")
-
-
-def _check_equation(eqn: Equation, reads: Mapping[Var, Any], written: Mapping[Var, Any]) -> None:
-    used, updates = {*variables(eqn.invars)}, holds_driven_update(eqn)
-    inside = holds_inside(eqn, lambda each: each.primitive in (READ, WRITE))
-    if inside and not (updates and eqn.primitive.name in DRIVEN):  # whose branch, or body, is a step of its own
-        raise stands_in(eqn, "disk") if updates else ValueError(_COMPUTES)
-    if (not used.isdisjoint(reads) and not is_update(eqn)) or not used.isdisjoint(written):
-        raise ValueError(_COMPUTES)
-
-
-def _check_tokens(step: Program, tokens: Set[Var]) -> None:
-    """Raise ``ValueError`` where an equation, perhaps in a branch, computes with a token."""
-
-    def rule(eqn: Equation, are_tokens: Sequence[bool]) -> Sequence[bool] | None:
-        if eqn.primitive is WRITE:
-            return [True]
-        moves = eqn.primitive is READ or is_update(eqn)
-        if not moves and inner_of(eqn):
-            return None  # the rule applies to the equations inside it
-        if not moves and any(are_tokens):
-            raise ValueError(_COMPUTES)
-        return [False] * len(eqn.outvars)
-
-    Facts[bool](False, any, rule, choice_counts=False).spread(step.eqns, dict.fromkeys(tokens, True))
-
-
-# ---- run -------------------------------------------------------------------------------------------------------------
-
-
 def _beside(sizes: Iterable[int]) -> int:
     """Return how many groups of these sizes, the nearest first, may be under way beside the current one."""
     return sum(total <= AT_ONCE for total in itertools.accumulate(itertools.islice(sizes, DEPTH)))
-
-
-def _bytes_of(leaves: Iterable[Var]) -> int:
-    return sum(nbytes(v.aval) for v in leaves)
-
-
-Jit = Callable[..., Any]
 
 
 class Driven:
@@ -219,61 +83,235 @@ class Driven:
         self.files = files_of(unguarded(program), args)
         found = staged(self.files)
         self._options = options, for_sending
+        self._compiled, self._key_of = dict[Hashable, Callable[..., Any]](), numbered()
         read = {*found.results, *(v for stage in found.stages for v in stage.inputs)}
         placed = places_of([x if v in read else None for v, x in zip(found.arguments, args, strict=False)])
-        self._devices = {d for s in placed if s is not None for d in s.device_set} or {*ambient_sharding().device_set}
-        if any(s.on_cores for s in found.stages):
-            cores.cpu()  # raises an error now if there is none
         own = found.arguments[: len(placed)]
+        self._devices = {d for s in placed if s is not None for d in s.device_set}
+        self._devices = self._devices or {*memory.ambient_sharding().device_set}
+        if any(stage.on_cores for stage in found.stages):
+            cores.cpu()  # raises an error now if there is none
         self._everywhere = _everywhere(placed, self._devices)
         self._places: dict[Var, Sharding] = self.files.places(self._devices)
         self._places |= {v: s for v, s in zip(own, placed, strict=True) if s is not None} | found.scattered
-        self._like = dict(found.next_of)
-        # parameters in host memory that the step loads itself
+        # beside next values, parameters in host memory that the step loads itself are placed like others
         moves = [eqn for eqn in self.files.program.eqns if is_load(eqn) or is_store(eqn)]
-        self._like |= {v: x for eqn in moves for x, v in zip(variables(eqn.invars), eqn.outvars, strict=True)}
+        self._like = found.next_of | {eqn.outvars[0]: v for eqn in moves for v in variables(eqn.invars)}
         self.donated = {v for v, given in zip(own, donated, strict=True) if given}
-        self._compiled, self._key_of = dict[Hashable, Jit](), numbered()
-        self._step, tasks = self._scheduled(found, segments)
         self._bring = jit(lambda xs: xs, out_shardings=self._everywhere)
-        writable, self._written = self._writable(tasks), list[Var]()  # what kernels overwrite
-        self.tasks = [(task, self._run_by(task, writable)) for task in tasks]
+        self._step, self._stages = self._scheduled(found, segments)
+        tasks = [*self._tasks()]
+        last = {v: k for k, task in enumerate(tasks) for v in (*task.reads, *task.makes)}
+        kept = {*variables(self.files.outputs)}
+        gone: list[list[Var]] = [[] for _ in tasks]
+        for v in last.keys() - kept:
+            gone[last[v]].append(v)
+        self._todo = [*zip(tasks, gone, strict=True)]
 
     def _scheduled(self, step: Staged, segments: bool) -> tuple[Staged, list[Stage]]:
         """The step in the programs that overlap best, or, if the check finds a fault there, as first cut."""
         free = self.donated | {*self.files.reads}
         try:
-            found = arranged(step, may_be_cut=segments and self._may_be_cut(step)) if len(step.stages) > 1 else step
-            tasks = linked(found, free)
-            nodes = [
-                Node(task, task.inputs, [v for s in task.slices for v in s.outputs], takes={*task.over})
-                for task in tasks
-            ]
+            found = arranged(step, may_be_cut=segments and self._may_be_cut(step)) if step.stages else step
+            stages = linked(found, free)
+            nodes = [Node(s, s.inputs, [v for each in s.slices for v in each.outputs], takes=s.free) for s in stages]
             check_order(nodes, [*found.consts, *found.arguments, *self.files.reads], found.results)
-            return found, tasks
+            return found, stages
         except Exception as fault:
             tell("the step runs in fewer programs", fault)
             return step, linked(step, free)
 
+    def _may_be_cut(self, step: Staged) -> bool:
+        """Whether the pass may be in several programs: each would reduce gradients of replicated parameters by itself.
+        Files are read for one device at a time."""
+        if len(self._devices) == 1:
+            return True
+        updated = [v for v in step.next_of.values() if not is_host_aval(v.aval) and v.aval.ndim > 1]
+        divided = all((s := self._place_of(v)) is not None and not s.is_fully_replicated for v in updated)
+        return divided and not self.files.reads and len({d.process_index for d in self._devices}) == 1
+
+    # ---- its tasks ---------------------------------------------------------------------------------------------------
+
+    def _tasks(self) -> Iterator[Node]:
+        """Yield the tasks in order. The payload of each computes what it makes from what it reads."""
+        stages, files = self._stages, self.files
+        by_device = {v for stage in stages if not stage.on_cores for v in stage.inputs} | {*self._step.results}
+        known, writing = {*self._step.consts, *self._step.arguments}, deque[tuple[int, list[Var]]]()  # groups, by bytes
+        there, reading = dict[Var, Var](), dict[Var, Var]()  # values as the cores know them; reads that have begun
+        writable, written = self._writable(stages), list[Var]()  # what kernels overwrite
+        runs = [self._run_by(stage, writable, written) for stage in stages]
+
+        def sends(stage: Stage, but: Sequence[Var] = ()) -> Iterator[Node]:
+            for v in stage.inputs if stage.on_cores else ():
+                if v in known and v not in there and v not in but and is_sent(v.aval) and not is_host_aval(v.aval):
+                    there[v] = Var(v.aval)
+                    yield Node(partial(_single, cores.sent), [v], [there[v]])
+
+        for k, (stage, run, due) in enumerate(zip(stages, runs, files.due(stages), strict=True)):
+            for following in stages[k + 1 : k + 2]:
+                yield from sends(following, written if k == 0 else ())
+            while stage.name != BEFORE and len(writing) > _beside(size for size, _ in reversed(writing)):
+                yield Node(_waited, writing.popleft()[1], [])  # the pass waits for no write
+            for v in self._ahead(stages[k:]):
+                if v not in reading:
+                    reading[v] = Var(v.aval)
+                    leaf, rows = files.reads[v]
+                    fetch = partial(leaf.home.fetch, leaf.name, self.place(v), rows)
+                    yield Node(partial(_single, fetch), [], [reading[v]])
+            fetched = (v for v in stage.inputs if v in files.reads)
+            yield from (Node(partial(_single, Future.result), [reading[v]], [v]) for v in fetched)
+            yield from sends(stage)
+            there |= {v: Var(v.aval) for v in (stage.outputs if stage.on_cores else stage.down)}
+            if stage.on_cores:
+                yield Node(run, [there.get(v, v) for v in stage.inputs], [there[v] for v in stage.outputs])
+                for v in (v for v in stage.outputs if v in by_device):
+                    bring = partial(cores.brought_back, sharding=self.place(v))
+                    yield Node(partial(_single, bring), [there[v]], [v])
+            else:
+                yield Node(run, stage.inputs, [*stage.outputs, *(there[v] for v in stage.down)])
+            known.update(stage.outputs)
+            if k == 0 and written:
+                # behind the first program, whose gradients the cores wait for, and ahead of all others
+                yield Node(cores.taken_over, written, written)
+            if due:
+                writes = [files.writes[v] for v in due]
+                begun = [Var(v.aval) for v, parts in zip(due, writes, strict=True) for _ in parts]
+                yield Node(partial(_put, writes), due, begun)
+                writing.append((bytes_of(due), begun))
+
+    def _ahead(self, stages: Sequence[Stage]) -> list[Var]:
+        """Return the leaves to read before a stage: its own, or else the next stage's, and later ones that fit in
+        ``AT_ONCE``."""
+        fetched = [[v for v in stage.inputs if v in self.files.reads] for stage in stages]
+        nearest, *following = [*itertools.islice(filter(None, fetched), DEPTH + bool(fetched[0]))] or [[]]
+        return [*nearest, *itertools.chain(*following[: _beside(map(bytes_of, following))])]
+
+    def _writable(self, stages: Sequence[Stage]) -> set[Var]:
+        """Return the donated leaves in host memory that the cores may overwrite: at most one stage beside the first
+        reads them."""
+        if not cores.has_addresses(self._devices):
+            return set()
+        on_cpus = cores.on_cpus(self._devices)
+        read_by = Counter(v for stage in stages[1:] for v in stage.inputs)  # the first has been started by then
+        found = {v for v in self.donated if read_by[v] == 1 and (is_host_aval(v.aval) or on_cpus)}
+        # an argument without a place, such as a NumPy array, is not committed to these devices
+        return {v for v in found if v in self._places and {*self._places[v].device_set} == self._devices}
+
+    def _run_by(self, stage: Stage, writable: Set[Var], written: list[Var]) -> Callable[..., Sequence[Any]]:
+        """Return the runner of a stage: a program of XLA, one pass of the cores, or driven branches and loops.
+
+        Leaves in ``writable`` that kernels overwrite are added to ``written``.
+        """
+        if (eqn := stage.inner) is not None:
+            return _Inner(eqn, stage, self._options)
+        if not stage.on_cores:
+            return self._program(stage)
+        if (kernels := cores.kernels_of(stage, self._step.next_of, writable & stage.free)) is not None:
+            written += [each.slice.inputs[i] for each in kernels for i in each.over]
+            return partial(cores.run_kernels, stage, kernels)
+        processes = len({device.process_index for device in self._devices})
+        if processes > 1 and any(is_sent(v.aval) for v in stage.inputs):
+            raise ValueError(
+                "update_on: an update that is more than arithmetic on elements (LAMB, Adafactor, Muon), or any without "
+                f"numba, takes every leaf whole, and the step runs in {processes} processes. Fix: pip install "
+                "jax_offload[cores] for AdamW and the like; else update_on='device', and shard_over= for less of the "
+                "state."
+            )
+        return self._program(stage)
+
+    def _program(self, stage: Stage) -> Callable[..., Sequence[Any]]:
+        """Make the program of a stage; stages that do the same share it."""
+        jaxpr, n, places = stage.jaxpr, len(stage.outputs), self.result_places(stage)
+        turns = [k for k, v in enumerate(stage.outputs) if v in self._step.in_turn and stage.name == BEFORE]
+        key = structure(jaxpr, self._key_of), stage.name, n, stage.reused, tuple(places), tuple(turns)
+        if key not in self._compiled:
+            run = jax_fun(ClosedJaxpr(sending_rows(jaxpr, n) if len(self._devices) == 1 else jaxpr, []))
+
+            def program(*operands: Any) -> list[Any]:
+                results = in_turn(run(*operands), turns)
+                return guarded([*results[:n], *map(to_host, results[n:])], list(operands))
+
+            program.__name__ = f"step_{stage.name}"
+            options = dict(self._options[stage.sends] or {}) or None
+            on_device = jit(program, donate_argnums=stage.reused, out_shardings=places, compiler_options=options)
+            self._compiled[key] = cores.program(jaxpr) if stage.on_cores else on_device
+        return self._compiled[key]
+
+    @property
+    def first(self) -> tuple[Stage, Callable[..., Sequence[Any]], Staged]:
+        """Return the first stage, its program without ``jit``, and the step."""
+        program: Any = self._program(self._stages[0])
+        return self._stages[0], program.__wrapped__, self._step
+
+    # ---- where values belong -----------------------------------------------------------------------------------------
+
+    def _place_of(self, v: Var) -> Sharding | None:
+        """Return a value's sharding, if it is known: the sharding of the value whose next value, or part, it is."""
+        typed, mesh = memory.typed_sharding(v.aval), getattr(self._everywhere, "mesh", None)
+        if v not in self._places and mesh is not None and typed is not None and memory.is_explicit(typed.mesh):
+            return NamedSharding(mesh, typed.spec)  # with Explicit axes, what reads the value expects its type
+        seen = set[Var]()
+        while v not in self._places and v in self._like and v not in seen:
+            seen.add(v)  # leaves may take each other's places
+            v = self._like[v]
+        return self._places.get(v)
+
+    def place(self, v: Var) -> Sharding:
+        """Return where a value belongs: replicated in its own memory, unless its sharding is known."""
+        return with_kind(self._place_of(v) or self._everywhere, HOST_KIND if is_host_aval(v.aval) else DEVICE_KIND)
+
+    def result_places(self, stage: Stage) -> list[Sharding | None]:
+        """Return the shardings of a program's results. The next value of a divided value is divided in the same way."""
+        named = (self.place(v) if isinstance(self._place_of(v), NamedSharding) else None for v in stage.outputs)
+        return [*named, *(None for _ in stage.down)]
+
+    # ---- a call ------------------------------------------------------------------------------------------------------
+
     def __call__(self, args: Sequence[Any]) -> list[Any]:
         """Return the step's flat results, given its flat arguments."""
         arrays = [*self.constants, *self._arrays(args)]
-        given = dict(zip([*self._step.consts, *self._step.arguments], arrays, strict=False))
+        values = dict(zip([*self._step.consts, *self._step.arguments], arrays, strict=False))
         times = Counter(map(id, arrays))
         for v in self.donated:  # which the caller gives twice, or hands on from a branch: only a copy is ours
-            if times[id(given[v])] > 1:
-                given[v] = _copied(given[v])
-        values = _Values(self, given)
-        for k, (task, run) in enumerate(self.tasks):
-            for following, _ in self.tasks[k + 1 : k + 2]:
-                values.send(following)
-            results = run(*values.operands(k, task))
-            if k == 0:
-                # behind the first program, whose gradients the cores wait for, and ahead of all others
-                values.take(self._written)
-            values.put(task, results)
-            values.drop(task)
-        return self._in_own_buffers(values.results(), args)
+            if times[id(values[v])] > 1:
+                values[v] = _copied(values[v])
+        # kept, so that no other object gets its id
+        donated = {id(x): x for x in (values[v] for v in self.donated) if isinstance(x, jax.Array)}
+        for token, leaf in self.files.given:
+            leaf.home.check(token.val if isinstance(token, Literal) else values[token])
+        for home in {leaf.home for parts in self.files.writes.values() for leaf, _ in parts}:
+            home.check_commits()  # before anything that is donated is deleted
+        for task, gone in self._todo:
+            values.update(zip(task.makes, task.payload(*(values[v] for v in task.reads)), strict=True))
+            _forget(values, gone, donated)
+        leaves, rest = self.files.returned, iter(values_of(values, self.files.outputs))
+        tokens = {home: home.advance() for home in dict.fromkeys(leaf.home for leaf in leaves.values())}
+        n = len(leaves) + len(self.files.outputs)
+        results = [tokens[leaves[k].home] if k in leaves else next(rest) for k in range(n)]
+        return self._in_own_buffers(results, args)
+
+    def _arrays(self, xs: Sequence[Any]) -> list[Any]:
+        """Convert numbers and NumPy arrays, which the caller may overwrite, as ``jax.jit`` does. jax's own arrays and
+        the tokens of leaves on disk stay as they are."""
+        others = {k: x for k, x in enumerate(xs) if not isinstance(x, jax.Array | Token)}
+        brought = self._bring(others) if others else others
+        return [brought.get(k, x) for k, x in enumerate(xs)]
+
+    @functools.cached_property
+    def constants(self) -> list[Any]:
+        """What the step closes over, on its devices."""
+
+        def moved(x: Any) -> Any:
+            if not isinstance(x, jax.Array):
+                return np.asarray(x)
+            here = isinstance(x, Tracer) or not x.committed or x.sharding.device_set == self._devices
+            return x if here else jax.device_put(x, with_kind(self._everywhere, str(x.sharding.memory_kind)))
+
+        return self._arrays([moved(x) for x in self._step.consts.values()])
+
+    def committed(self, x: Any) -> Any:
+        """Commit a result, as ``jax.jit`` does if an argument is committed, here a host leaf."""
+        return jax.device_put(x, self._everywhere) if isinstance(x, jax.Array) and not x.committed else x
 
     def _in_own_buffers(self, results: Sequence[Any], args: Sequence[Any]) -> list[Any]:
         """Replace results that are arguments, constants or each other with arrays of their own, as ``jax.jit`` does.
@@ -298,200 +336,31 @@ class Driven:
         found |= _renamed(renamed) if renamed else {}
         return [found[k] for k in range(len(results))]
 
-    def committed(self, x: Any) -> Any:
-        """Commit a result, as ``jax.jit`` does if an argument is committed, here a host leaf."""
-        return jax.device_put(x, self._everywhere) if isinstance(x, jax.Array) and not x.committed else x
 
-    def _arrays(self, xs: Sequence[Any]) -> list[Any]:
-        """Convert numbers and NumPy arrays, which the caller may overwrite, as ``jax.jit`` does. jax's own arrays and
-        the tokens of leaves on disk stay as they are."""
-        others = {k: x for k, x in enumerate(xs) if not isinstance(x, jax.Array | Token)}
-        brought = self._bring(others) if others else others
-        return [brought.get(k, x) for k, x in enumerate(xs)]
-
-    @functools.cached_property
-    def constants(self) -> list[Any]:
-        """What the step closes over, on its devices."""
-
-        def moved(x: Any) -> Any:
-            if not isinstance(x, jax.Array):
-                return np.asarray(x)
-            here = isinstance(x, Tracer) or not x.committed or x.sharding.device_set == self._devices
-            return x if here else jax.device_put(x, with_kind(self._everywhere, str(x.sharding.memory_kind)))
-
-        return self._arrays([moved(x) for x in self._step.consts.values()])
-
-    @property
-    def first(self) -> tuple[Stage, Callable[..., Sequence[Any]], Staged]:
-        """Return the first task, its program without ``jit``, and the step."""
-        task, program = self.tasks[0]
-        return task, program.__wrapped__, self._step  # pyright: ignore[reportFunctionMemberAccess]
-
-    def _may_be_cut(self, step: Staged) -> bool:
-        """Whether the pass may be in several programs: each would reduce gradients of replicated parameters by itself.
-        Files are read for one device at a time."""
-        several = len(self._devices) > 1
-        if self.files.reads and several:
-            return False
-        if len({device.process_index for device in self._devices}) > 1:
-            return False
-        updated = [v for v in step.next_of.values() if not is_host_aval(v.aval) and v.aval.ndim > 1]
-        places = [self._place_of(v) for v in updated] if several else []
-        return not any(s is None or s.is_fully_replicated for s in places)
-
-    def _place_of(self, v: Var) -> Sharding | None:
-        """Return a value's sharding, if it is known: the sharding of the value whose next value, or part, it is."""
-        typed, mesh = typed_sharding(v.aval), getattr(self._everywhere, "mesh", None)
-        if v not in self._places and mesh is not None and typed is not None and is_explicit(typed.mesh):
-            return NamedSharding(mesh, typed.spec)  # with Explicit axes, what reads the value expects its type
-        seen = set[Var]()
-        while v not in self._places and v in self._like and v not in seen:
-            seen.add(v)  # leaves may take each other's places
-            v = self._like[v]
-        return self._places.get(v)
-
-    def place(self, v: Var) -> Sharding:
-        """Return where a value belongs: replicated in its own memory, unless its sharding is known."""
-        return with_kind(self._place_of(v) or self._everywhere, HOST_KIND if is_host_aval(v.aval) else DEVICE_KIND)
-
-    def _program(self, task: Stage) -> Callable[..., Sequence[Any]]:
-        """Make the program of a task; tasks that do the same share it."""
-        jaxpr, made, places = task.jaxpr, [*task.outputs, *task.down], self.result_places(task)
-        turns = [made.index(v) for v in self._step.in_turn if v in made] if task.name == BEFORE else []
-        what = structure(jaxpr, self._key_of)
-        key = what, task.name, len(task.down), task.reused, tuple(places), tuple(turns)
-        if key in self._compiled:
-            return self._compiled[key]
-        n, alone = len(task.outputs), len(self._devices) == 1
-        run = jax_fun(ClosedJaxpr(sending_rows(jaxpr, n) if alone else jaxpr, []))
-
-        def program(*operands: Any) -> list[Any]:
-            results = in_turn(run(*operands), turns)
-            return guarded([*results[:n], *map(to_host, results[n:])], list(operands))
-
-        program.__name__ = f"step_{task.name}"
-        options = dict(self._options[task.sends] or {}) or None
-        on_device = jit(program, donate_argnums=task.reused, out_shardings=places, compiler_options=options)
-        self._compiled[key] = cores.program(jaxpr) if task.on_cores else on_device
-        return self._compiled[key]
-
-    def result_places(self, task: Stage) -> list[Sharding | None]:
-        """Return the shardings of a program's results. The next value of a divided value is divided in the same way."""
-        found: list[Sharding | None] = [None] * (len(task.outputs) + len(task.down))
-        for k, v in enumerate(task.outputs):
-            if isinstance(s := self._place_of(v), NamedSharding):
-                found[k] = with_kind(s, HOST_KIND if is_host_aval(v.aval) else DEVICE_KIND)
-        return found
-
-    def _writable(self, tasks: Sequence[Stage]) -> set[Var]:
-        """Return the donated leaves in host memory that the cores may overwrite: at most one task beside the first
-        reads them."""
-        if not cores.has_addresses(self._devices):
-            return set()
-        read_by = Counter(v for task in tasks[1:] for v in task.inputs)  # the first has been started by then
-        found = {v for v in self.donated if read_by[v] == 1 and (is_host_aval(v.aval) or cores.on_cpus(self._devices))}
-        # an argument without a place, such as a NumPy array, is not committed to these devices
-        return {v for v in found if v in self._places and {*self._places[v].device_set} == self._devices}
-
-    def _run_by(self, task: Stage, writable: Set[Var]) -> Callable[..., Sequence[Any]]:
-        """Return the runner of a task: a program of XLA, one pass of the cores, or driven branches and loops."""
-        if (eqn := task.inner) is not None:
-            return _Inner(eqn, task, self._options)
-        if not task.on_cores:
-            return self._program(task)
-        if (kernels := cores.kernels_of(task, self._step.next_of, writable & task.free)) is not None:
-            self._written += [each.slice.inputs[i] for each in kernels for i in each.over]
-            return functools.partial(cores.run_kernels, task, kernels)
-        processes = len({device.process_index for device in self._devices})
-        if processes > 1 and any(is_sent(v.aval) for v in task.inputs):
-            raise ValueError(
-                "update_on: an update that is more than arithmetic on elements (LAMB, Adafactor, Muon), or any without "
-                f"numba, takes every leaf whole, and the step runs in {processes} processes. Fix: pip install "
-                "jax_offload[cores] for AdamW and the like; else update_on='device', and shard_over= for less of the "
-                "state."
-            )
-        return self._program(task)
+def _forget(values: dict[Var, Any], gone: Iterable[Var], donated: Mapping[int, Any]) -> None:
+    """Forget values, and free the donated ones unless another variable holds them, as a branch may return its
+    operands."""
+    own = [x for x in [values.pop(v) for v in gone] if id(x) in donated and not x.is_deleted()]
+    live = set(map(id, values.values())) if own else set[int]()
+    for x in own:
+        if id(x) not in live:
+            x.delete()
 
 
-class _Values:
-    """The values of a running step: ``here`` in the step's own memory, ``there`` for the cores; and its files.
+def _single(fun: Callable[..., Any], *operands: Any) -> list[Any]:
+    """Run a function with one result as a task."""
+    return [fun(*operands)]
 
-    Two variables may hold one array, as a branch may return its operands.
-    """
 
-    def __init__(self, step: Driven, given: dict[Var, Any]) -> None:
-        self.here, self._there, self._step, self._files = given, dict[Var, Any](), step, step.files
-        self._donated = {id(given[v]): given[v] for v in step.donated}
-        self._reading: dict[Var, Future[jax.Array]] = {}
-        self._writing: deque[tuple[int, list[Future[None]]]] = deque()  # groups with their bytes
-        for token, leaf in self._files.given:
-            leaf.home.check(token.val if isinstance(token, Literal) else given[token])
-        for home in {leaf.home for parts in self._files.writes.values() for leaf, _ in parts}:
-            home.check_commits()  # before anything that is donated is deleted
+def _put(writes: Sequence[Sequence[Part]], *values: Any) -> list[Any]:
+    each = ((x, part) for x, parts in zip(values, writes, strict=True) for part in parts)
+    return [leaf.home.put(leaf.name, x, rows) for x, (leaf, rows) in each]
 
-    def take(self, own: Sequence[Var]) -> None:
-        """Make donated host leaves the step's own memory, which the cores may write."""
-        taken = dict(zip(own, cores.taken_over([self.here[v] for v in own]), strict=True))
-        self.here |= taken
-        self._there |= taken
 
-    def send(self, task: Stage) -> None:
-        """Start to send the values that a task of the cores needs, if they exist already."""
-        for v in task.inputs if task.on_cores else ():
-            if v in self.here and v not in self._there:
-                self._there[v] = cores.sent(self.here[v])
-
-    def operands(self, number: int, task: Stage) -> list[Any]:
-        """Return a task's operands. Files are read ahead, once older writes have ended; the pass waits for none."""
-        while task.name != BEFORE and len(self._writing) > _beside(size for size, _ in reversed(self._writing)):
-            for writing in self._writing.popleft()[1]:
-                writing.exception()  # which is said when the step ends: other processes are in it too
-        # the reads of this task, or else of the next that has any, and later reads that fit in ``AT_ONCE``
-        coming = filter(None, (each.fetched for each, _ in self._step.tasks[number:]))
-        nearest, *following = [*itertools.islice(coming, DEPTH + bool(task.fetched))] or [()]
-        for v in itertools.chain(nearest, *following[: _beside(map(_bytes_of, following))]):
-            if v not in self._reading:
-                leaf, rows = self._files.reads[v]
-                self._reading[v] = leaf.home.fetch(leaf.name, self._step.place(v), rows)
-        self.here |= {v: self._reading.pop(v).result() for v in task.fetched}
-        self.send(task)
-        return values_of(self._there if task.on_cores else self.here, task.inputs)
-
-    def put(self, task: Stage, results: Sequence[Any]) -> None:
-        """Keep a task's results where others read them."""
-        n = len(task.outputs)
-        defined = dict(zip(task.outputs, results[:n], strict=True))
-        if task.on_cores:
-            self._there |= defined
-            self.here |= {v: cores.brought_back(defined[v], self._step.place(v)) for v in task.up}
-        else:
-            self.here |= defined
-            self._there |= zip(task.down, results[n:], strict=True)
-
-    def drop(self, task: Stage) -> None:
-        """Forget the values that a task reads last, and free those that were donated, unless another variable holds
-        them. Start to write the results that are due, and forget them too."""
-        gone = {v: self.here.pop(v, None) for v in (*task.over, *task.fetched)}
-        for v in task.over:
-            self._there.pop(v, None)
-        own = [x for x in gone.values() if isinstance(x, jax.Array) and id(x) in self._donated]
-        left = [x for x in own if not x.is_deleted()]
-        live = {id(x) for x in (*self.here.values(), *self._there.values())} if left else set[int]()
-        for x in left:
-            if id(x) not in live:
-                x.delete()
-        if parts := [(v, *part) for v in task.due for part in self._files.writes[v]]:
-            writing = [leaf.home.put(leaf.name, self.here[v], rows) for v, leaf, rows in parts]
-            self._writing.append((_bytes_of(task.due), writing))
-        for v in {*task.due}.difference(variables(self._files.outputs)):
-            del self.here[v]
-
-    def results(self) -> list[Any]:
-        """Return the step's results."""
-        others, leaves = values_of(self.here, self._files.outputs), self._files.returned
-        tokens = {home: home.advance() for home in dict.fromkeys(leaf.home for leaf in leaves.values())}
-        rest = iter(others)
-        return [tokens[leaves[k].home] if k in leaves else next(rest) for k in range(len(others) + len(leaves))]
+def _waited(*writing: Any) -> list[Any]:
+    for each in writing:
+        each.exception()  # which is said when the step ends: other processes are in it too
+    return []
 
 
 def places_of(args: Sequence[Any]) -> list[Sharding | None]:
@@ -558,7 +427,7 @@ class _Inner:
 def _copied(x: Any) -> Any:
     if not isinstance(x, jax.Array):
         return x
-    return copy_on_host(x) if on_host(x) else jnp.copy(x)
+    return memory.copy_on_host(x) if on_host(x) else jnp.copy(x)
 
 
 @jit
@@ -567,7 +436,7 @@ def _as_new(arrays: dict[int, jax.Array]) -> dict[int, jax.Array]:
     return arrays
 
 
-@functools.partial(jit, donate_argnums=0)
+@partial(jit, donate_argnums=0)
 def _renamed(arrays: dict[int, jax.Array]) -> dict[int, jax.Array]:
     """Return new arrays in the same memory."""
     return arrays

@@ -1,6 +1,7 @@
-"""A cut step as stages, one program each: the pass, the device's share of the update, groups of the cores, the rest.
+"""A step as stages, one program each: the pass, the device's share of the update, groups of the cores, the rest.
 
-What each stage reads, makes and frees, and which buffers it may reuse, is decided here too, and run in ``driver.py``.
+``files_of`` takes the leaves on disk out of the step, ``staged`` cuts it at its updates, ``arranged`` divides the pass
+so that its gradients leave it early, and ``linked`` decides what each stage leaves for others. ``driver.py`` runs them.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import functools
 import itertools
 import math
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from itertools import pairwise
 from typing import Any, cast
 
@@ -20,31 +21,16 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, Sharding, SingleDeviceSharding
 
-from jax_offload._disk.leaves import Ends, Place, Range
+from jax_offload._disk.leaves import IN_MEMORY, READ, WRITE, Place, Range, Token
 from jax_offload._emit.region import Update, holds_driven_update, holds_update, is_update
-from jax_offload._emit.run import Names, SliceRunner, group_looped
+from jax_offload._emit.run import SliceRunner, group_looped
+from jax_offload._program import jaxprs
 from jax_offload._program.arrays import nbytes
-from jax_offload._program.jaxprs import (
-    Atom,
-    ClosedJaxpr,
-    DropVar,
-    Equation,
-    Jaxpr,
-    Scan,
-    Var,
-    flops,
-    jaxpr_like,
-    jaxpr_of,
-    nameless,
-    renamed,
-    scan_of,
-    values_of,
-    variables,
-)
+from jax_offload._program.jaxprs import Atom, ClosedJaxpr, DropVar, Equation, Jaxpr, Var, variables
 from jax_offload._program.memory import HOST_KIND, is_host_aval, on_host, to_host
 from jax_offload._program.primitives import CHECKPOINT, ELEMENTWISE, opaque, together
 from jax_offload._program.program import Builder, Program, as_program
-from jax_offload._program.propagate import needed_for
+from jax_offload._program.propagate import Facts, needed_for, union
 from jax_offload._program.slices import Slice, consecutive, slice_of
 from jax_offload._rewrite.inlined import equation_of, localised
 from jax_offload._rewrite.parts import computed_again, cut_step
@@ -68,12 +54,8 @@ class Stage:
     Attributes:
       inputs: the values that it reads.
       outputs: the values that it makes; after ``linked``, those that others read in the memory in which it makes them.
-      down: the results of a program of the device that the cores read: it copies them to host memory.
-      up: the results of the cores that are read on the device.
-      over: the inputs that nobody reads afterwards.
-      free: the ones that the step made or was given to donate: their buffers may be reused.
-      fetched: the inputs that come from files.
-      due: the results that can be written to files after it.
+      down: the results of a program of the device that it copies to host memory, where the cores read them.
+      free: the inputs whose buffers it may reuse: nobody reads them afterwards, and the step owns them.
     """
 
     name: str
@@ -81,11 +63,7 @@ class Stage:
     inputs: Sequence[Var]
     outputs: Sequence[Var]
     down: Sequence[Var] = ()
-    up: Sequence[Var] = ()
-    over: Sequence[Var] = ()
     free: frozenset[Var] = frozenset()
-    fetched: Sequence[Var] = ()
-    due: Sequence[Var] = ()
 
     @classmethod
     def of(cls, name: str, *slices: Slice) -> Stage:
@@ -103,33 +81,31 @@ class Stage:
 
     @functools.cached_property
     def reused(self) -> tuple[int, ...]:
-        """The positions of the inputs whose buffers a device program reuses for its results, each for a result of its
-        type and memory."""
-
-        def kind(v: Var) -> Hashable:
-            return v.aval.shape, v.aval.dtype, is_host_aval(v.aval)
-
-        wanted, found = Counter(map(kind, self.outputs)), list[int]()
+        """The positions of the inputs whose buffers a device program reuses, each for a result of its type."""
+        wanted = Counter((v.aval.shape, v.aval.dtype, is_host_aval(v.aval)) for v in self.outputs)
+        found = list[int]()
         for k, v in enumerate(self.inputs):
-            if v in self.free and wanted[kind(v)] > 0:
-                wanted[kind(v)] -= 1
+            kind = v.aval.shape, v.aval.dtype, is_host_aval(v.aval)
+            if v in self.free and wanted[kind] > 0:
+                wanted[kind] -= 1
                 found.append(k)
         return tuple(found)
 
     @property
     def sends(self) -> bool:
         """Whether it is a program of the device that copies to the host and nothing back."""
-        own = self.name == BEFORE and any(is_host_aval(v.aval) for v in self.outputs)
-        return bool(self.down) or own
+        return bool(self.down) or (self.name == BEFORE and any(is_host_aval(v.aval) for v in self.outputs))
 
     @property
     def jaxpr(self) -> Jaxpr:
         """Its equations."""
         eqns = [eqn for s in self.slices for eqn in s.jaxpr.eqns]
         effects = frozenset[Any]().union(*(s.jaxpr.effects for s in self.slices))
-        debug_info = nameless(self.slices[0].jaxpr.debug_info)
+        debug_info = jaxprs.nameless(self.slices[0].jaxpr.debug_info)
         return Jaxpr([], [*self.inputs], [*self.outputs, *self.down], eqns, effects, debug_info)
 
+
+# ---- leaves on disk, taken out of the step ---------------------------------------------------------------------------
 
 Part = tuple[Place, Range | None]  # a leaf on disk, or some of its rows
 
@@ -154,14 +130,6 @@ class OnFiles:
     returned: Mapping[int, Place]
     reads: dict[Var, Part]
     writes: dict[Var, list[Part]]
-
-    @functools.cached_property
-    def ends(self) -> dict[Var, Ends]:
-        """Return where ranges of rows end in the files, for leaves that are read and results that are only written."""
-        used = {*variables(self.outputs)}.union(*(variables(eqn.invars) for eqn in self.program.eqns))
-        found = {v: leaf for v, (leaf, _) in self.reads.items()}
-        found |= {v: parts[0][0] for v, parts in self.writes.items() if len(parts) == 1 and v not in used}
-        return {v: leaf.home.ends(leaf.name) for v, leaf in found.items()}
 
     def part(self, of: Var, shards: int, rows: Range) -> Var:
         """Return a variable of a leaf's type for some rows of each shard; it is read or written if the leaf is."""
@@ -193,6 +161,138 @@ class OnFiles:
                 )
         return found
 
+    def due(self, stages: Sequence[Stage]) -> list[list[Var]]:
+        """Return the results to write after each stage: no later one reads them or the old values of their rows."""
+        last = {v: k for k, stage in enumerate(stages) for v in (*stage.outputs, *stage.inputs)}
+        old = [(leaf, rows, last.get(v, 0)) for v, (leaf, rows) in self.reads.items()]
+        read_by = {leaf: [(rows, k) for other, rows, k in old if other == leaf] for leaf, _, _ in old}
+        due: list[list[Var]] = [[] for _ in stages]
+        for v, parts in self.writes.items():
+            waits = [k for leaf, rows in parts for other, k in read_by.get(leaf, ()) if _overlap(other, rows)]
+            due[max([last.get(v, 0), *waits])].append(v)
+        return due
+
+
+def _overlap(a: Range | None, b: Range | None) -> bool:
+    """Whether two ranges of a leaf's rows have rows in common; ``None`` has all."""
+    return a is None or b is None or (a[0] < b[1] and b[0] < a[1])
+
+
+_COMPUTES = (
+    "disk: the step computes with a state on disk outside its one update: it updates the state again, chooses between "
+    "two states, or reads a leaf, for a norm perhaps. Fix: jo.jit(step), where the state goes from argument to one "
+    "update to result. For several updates call such a step several times, or accumulate gradients in "
+    "jo.offload(optax.MultiSteps(...), disk=...); skip= or lax.cond skips an update; and between "
+    "two steps jo.to_device(optax.tree.get(state, 'mu')) reads a part of the state, and jo.save_args saves it."
+)
+
+
+def files_of(step: Program, args: Sequence[Any]) -> OnFiles:
+    """Take the reads and writes of leaves on disk out of a step that is called with arguments like ``args``.
+
+    Raises:
+      ValueError: the step does something other than update such a leaf, or computes with its token.
+    """
+    reads: dict[Var, tuple[Atom, Place]] = {}
+    written: dict[Var, tuple[Atom, Place]] = {}  # token -> the value to write, and its place
+    eqns: list[Equation] = []
+    for eqn in step.eqns:
+        if is_update(eqn):
+            _check_leaves(eqn, reads)
+        if eqn.primitive in (READ, WRITE):
+            (reads if eqn.primitive is READ else written)[eqn.outvars[0]] = eqn.invars[0], eqn.params["place"]
+        else:
+            eqns.append(eqn)
+    _check_use(step, args, eqns, reads, written)
+    returned = {k: written[v] for k, v in enumerate(step.outputs) if isinstance(v, Var) and v in written}
+    kept = {place for _, place in returned.values()}
+    homes = {place.home for place in kept}
+    if lost := [place for _, place in reads.values() if place.home in homes and place not in kept]:
+        raise ValueError(
+            f"disk: the step updates a state and returns only a part of it, not {lost[0].name}, which is overwritten "
+            "all the same. Fix: return the whole state."
+        )
+    writes = dict[Var, list[Part]]()
+    for x, place in returned.values():
+        if x not in reads:
+            writes.setdefault(cast(Var, x), []).append((place, None))
+        elif (old := reads[cast(Var, x)][1]) != place:
+            raise ValueError(
+                f"disk: the update moves {old.name} unchanged to {place.name}, which may be overwritten by then. Fix: "
+                "a select= that leaves them in memory."
+            )
+    rest = [v for k, v in enumerate(step.outputs) if k not in returned]
+    program = dataclasses.replace(step, inputs=[*step.inputs, *reads], eqns=eqns, outputs=[*rest, *writes])
+    parts: dict[Var, Part] = {v: (place, None) for v, (_, place) in reads.items()}
+    return OnFiles(program, rest, [*reads.values()], {k: p for k, (_, p) in returned.items()}, parts, writes)
+
+
+def _check_leaves(eqn: Equation, reads: Mapping[Var, tuple[Atom, Place]]) -> None:
+    """Raise ``ValueError`` where an update reads other leaves from disk than its ``offload`` keeps there."""
+    update: Update = eqn.params["update"]
+    for v, x in zip(update.operands, eqn.invars, strict=True):
+        place = reads[x][1] if isinstance(x, Var) and x in reads else None
+        if place is not None and v not in update.on_disk:
+            raise ValueError(
+                f"state: {place.name} is on disk, and this offload keeps it in memory. Fix: the "
+                "offload, and the host_bytes, with which the state was made; into another one jo.to_host(tx, state) "
+                "brings it, with a jo.disk(...) of another directory where some stays on disk."
+            )
+        if place is None and v in update.on_disk:
+            raise ValueError(f"state: a leaf {v.aval.dtype}{list(v.aval.shape)} {IN_MEMORY}")
+
+
+_TOKEN, _LEAF = 1, 2  # the token of a state; a leaf that is read, or the token of one that is written
+
+
+def _check_use(
+    step: Program, args: Sequence[Any], eqns: Sequence[Equation], reads: Mapping[Var, Any], written: Mapping[Var, Any]
+) -> None:
+    """Raise ``ValueError`` where a step, perhaps in a branch, does more with a state on disk than to update it.
+
+    Args:
+      step, args: the step, and arguments like its own.
+      eqns: its equations that read or write no leaf.
+      reads, written: the leaves that it reads, and the tokens of those that it writes.
+    """
+    own = {*reads, *written}
+    tokens = {*variables(token for token, _ in reads.values())}
+    given = all(isinstance(token, Var) and token in step.inputs for token, _ in reads.values())
+    again = any(not tokens.isdisjoint(variables(eqn.invars)) for eqn in eqns)
+    if not given or again or not reads.keys().isdisjoint(variables(step.outputs)):
+        raise ValueError(_COMPUTES)
+    for eqn in eqns:
+        if jaxprs.holds_inside(eqn, lambda each: each.primitive in (READ, WRITE)):
+            updates = holds_driven_update(eqn)
+            if not (updates and eqn.primitive.name in DRIVEN):  # whose branch, or body, is a step of its own
+                raise stands_in(eqn, "disk") if updates else ValueError(_COMPUTES)
+
+    def rule(eqn: Equation, facts: Sequence[int]) -> Sequence[int] | None:
+        if eqn.primitive is READ or eqn.primitive is WRITE:
+            return [_LEAF if eqn.outvars[0] in own else _TOKEN if eqn.primitive is WRITE else 0]
+        if is_update(eqn):
+            return [0] * len(eqn.outvars)
+        enters = bool(jaxprs.inner_of(eqn))  # then the rule applies to the equations inside it
+        if any(fact & _LEAF or not enters for fact in facts if fact):
+            raise ValueError(_COMPUTES)
+        return None if enters else [0] * len(eqn.outvars)
+
+    arguments = step.inputs[len(step.consts) :]
+    tokens |= {v for v, x in zip(arguments, args, strict=True) if isinstance(x, Token)}
+    Facts[int](0, union, rule, choice_counts=False).spread(step.eqns, dict.fromkeys(tokens, _TOKEN))
+
+
+def stands_in(eqn: Equation, option: str) -> ValueError:
+    """The error of a step whose update stands in an equation that cannot be driven."""
+    name = "jax.checkpoint" if eqn.primitive.name in CHECKPOINT else eqn.primitive.name
+    return ValueError(
+        f"{option}: the update stands in a {name} of the step, which cannot be cut there. Fix: update once a step, "
+        "outside of scans, jax.checkpoint and shard_map; skip= and a branch may skip it."
+    )
+
+
+# ---- the step, cut at its updates ------------------------------------------------------------------------------------
+
 
 @dataclasses.dataclass
 class Staged:
@@ -202,7 +302,7 @@ class Staged:
       files: the step, with its leaves on disk.
       stages: its programs, in order.
       next_of: result of an update -> the variable of the step whose next value it is.
-      in_turn: gradients that wait for one another, in the order of the backward pass.
+      in_turn: large gradients that stay on the device, and wait for one another in the pass.
       scattered: gradient that an update from disk divides further (ZeRO-1) -> its sharding. The program that makes it
         divides it; otherwise every device would hold it whole until the update.
       starts: number of a first row -> its variable, an operand of parts.
@@ -211,23 +311,19 @@ class Staged:
     files: OnFiles
     stages: list[Stage] = dataclasses.field(default_factory=list[Stage])
     next_of: dict[Var, Var] = dataclasses.field(default_factory=dict[Var, Var])
-    in_turn: list[Var] = dataclasses.field(default_factory=list[Var])
+    in_turn: Set[Var] = frozenset()
     scattered: dict[Var, NamedSharding] = dataclasses.field(default_factory=dict[Var, NamedSharding])
     starts: dict[int, Var] = dataclasses.field(default_factory=dict[int, Var])
-
-    @property
-    def program(self) -> Program:
-        return self.files.program
 
     @property
     def consts(self) -> dict[Var, Any]:
         """Its constants: the numbers of first rows, and the arrays that the step closes over."""
         starts = {v: np.int32(row) for row, v in self.starts.items()}
-        return starts | dict(zip(self.program.inputs, self.program.consts, strict=False))
+        return starts | dict(zip(self.files.program.inputs, self.files.program.consts, strict=False))
 
     @property
     def arguments(self) -> list[Var]:
-        return self.program.inputs[len(self.program.consts) :]
+        return self.files.program.inputs[len(self.files.program.consts) :]
 
     @property
     def results(self) -> list[Var]:
@@ -237,105 +333,112 @@ class Staged:
     def on_device(self, name: str, *slices: Slice) -> None:
         """Add slices to the last program of the device, or begin another."""
         if self.stages and self.stages[-1].name not in (CORES, GROUP, INNER):
-            slices = (*self.stages[-1].slices, *slices)
-            name = self.stages.pop().name
+            last = self.stages.pop()
+            name, slices = last.name, (*last.slices, *slices)
         self.stages.append(Stage.of(name, *slices))
 
-    def add(self, update: Update, eqn: Equation) -> None:
+    def in_groups(self, name: str, slices: Iterable[Slice]) -> None:
+        """Add consecutive slices in stages of about ``GROUP_BYTES`` each."""
+        group, size = list[Slice](), 0
+        for s in slices:
+            group.append(s)
+            size += bytes_of(s.loads)
+            if size >= GROUP_BYTES:
+                self.stages.append(Stage.of(name, *group))
+                group, size = [], 0
+        if group:
+            self.stages.append(Stage.of(name, *group))
+
+    def add(self, eqn: Equation) -> None:
         """Add an update: the device's share at once, and what comes from disk, or goes to the cores, in groups."""
+        update = localised(eqn)
         self.next_of |= update.next_values
         if update.on_disk:
             self.scattered |= _scattered(update)
             for each in update.passes:
                 self.on_device("scalars", each.prelude)
-                self.stages += _grouped(GROUP, [*self._from_disk(update, each.slices)])
+                self.in_groups(GROUP, self._from_disk(update, each.slices))
             return
         device, (first, *later) = _shares(update)
-        first, device = _made_once(first, device)
-        if len(self.stages) == 1:
-            self.in_turn = _gradients_in_turn(update, device, self.stages[0])
+        if len(self.stages) == 1 and update.take_turns:
+            self.in_turn = {v for v in update.gradients if math.prod(v.aval.shape) >= LARGE}.intersection(
+                device.operands
+            )
         self.on_device(BEFORE, first.prelude)
         if made := variables(device.program.outputs):
-            whole = slice_of([equation_of(device, eqn)], made, self.program.debug_info, {})
+            whole = slice_of([equation_of(device, eqn)], made, self.files.program.debug_info, {})
             if device.planned:
                 self.stages.append(Stage.of("device", whole))
             else:
                 self.on_device(BEFORE, whole)
-        self.stages += _grouped(CORES, [p.slice for p in first.slices])
+        self.in_groups(CORES, (p.slice for p in first.slices))
         for each in later:
             self.stages.append(Stage.of(CORES, each.prelude))
-            self.stages += _grouped(CORES, [p.slice for p in each.slices])
+            self.in_groups(CORES, (p.slice for p in each.slices))
 
     def _from_disk(self, update: Update, planned: Sequence[Planned]) -> Iterator[Slice]:
-        """Yield the slices of an update whose leaves are on disk, each whole or in parts with some rows of the leaves.
-
-        Arrays on the device are handed from part to part, and each part writes its rows into the same buffer.
-        """
-        slices = [s for each in update.passes for s in (each.prelude, *(p.slice for p in each.slices))]
-        again = {v for s in slices for v in s.inputs}  # a leaf that another slice reads is written whole
+        """Yield the slices of an update whose leaves are on disk, each whole or in parts with some of its rows."""
+        files, slices = (
+            self.files,
+            [s for each in update.passes for s in (each.prelude, *(p.slice for p in each.slices))],
+        )
+        read = (variables(eqn.invars) for eqn in files.program.eqns)
+        used = {*variables(files.outputs)}.union(*read, *(s.inputs for s in slices))
+        leaves = {v: parts[0][0] for v, parts in files.writes.items() if len(parts) == 1 and v not in used}
+        leaves |= {v: leaf for v, (leaf, _) in files.reads.items()}
         for p in planned:
-            ranges = self._ranges(p, again)
-            how = in_parts(p, update.next_values, update.on_disk) if ranges else None
+            # ranges of rows that are together in the files of all leaves; a leaf that is used again is written whole
+            ends = [{*leaf.home.ends(leaf.name)} if (leaf := leaves.get(v)) else set[int]()
+                    for v in (*p.slice.loads, *p.slice.stores)]  # fmt: skip
+            ranges = [*pairwise([0, *sorted(set[int].intersection(*ends))])] if ends else []
+            how = in_parts(p, update.next_values, update.on_disk) if len(ranges) > 1 else None
             if isinstance(how, Chunked) and how.shape[0] == how.shards * ranges[-1][1]:
-                yield from self._parts(p, how, update, ranges)
+                yield from self._parts(p.slice, how, update, ranges)
             else:
-                yield _whole(p, update.names)
+                traced = SliceRunner([p], update.names, lowered=True).equations(p)
+                yield _slice_by(traced, p.slice.inputs, p.slice.outputs)
 
-    def _ranges(self, p: Planned, again: Set[Var]) -> list[Range]:
-        """Return the ranges of rows that are together in the files of all leaves; none if there are not several."""
-        ends = [self.files.ends.get(v, ()) for v in p.slice.loads]
-        ends += [() if v in again else self.files.ends.get(v, ()) for v in p.slice.stores]
-        common = sorted(set[int].intersection(*map(set, ends))) if ends else []
-        return [*pairwise([0, *common])] if len(common) > 1 else []
-
-    def _parts(self, p: Planned, how: Chunked, update: Update, ranges: Sequence[Range]) -> Iterator[Slice]:
-        s = p.slice
+    def _parts(self, s: Slice, how: Chunked, update: Update, ranges: Sequence[Range]) -> Iterator[Slice]:
+        """Yield a slice as parts, which hand arrays on the device from one to the next: each part writes its rows into
+        the same buffer."""
         now = {v: v for v in s.inputs}  # what earlier parts have left, in whose buffer a result goes
         into = [v if old is None else old for v, old in zip(s.outputs, how.buffers, strict=True)]
         for begin, end in ranges:
-            rows = begin, end
             before = [v for v in s.outputs if v in now]
-            given = {v: self.files.part(v, how.shards, rows) if is_host_aval(v.aval) else now[v] for v in s.inputs}
+            given = {v: self.files.part(v, how.shards, (begin, end)) if is_host_aval(v.aval) else now[v] for v in now
+                     if v in s.inputs}  # fmt: skip
             start = self.starts.setdefault(begin, Var(jax.typeof(np.int32(begin))))
-            operands = [start, *given.values(), *(now[v] for v in before)]
-            results = list[Var]()
+            operands, results = [start, *given.values(), *(now[v] for v in before)], list[Var]()
             for v, of in zip(s.outputs, into, strict=True):
                 if is_host_aval(v.aval):
-                    new, old = self.files.part(v, how.shards, rows), given.get(of)
+                    new, old = self.files.part(v, how.shards, (begin, end)), given.get(of)
                 else:
                     new = v if end == ranges[-1][1] else Var(v.aval)
                     old = now.get(of, update.next_values.get(v))
                     now[of] = new
                 self.next_of |= {} if old is None else {new: old}
                 results.append(new)
-            run = _of_rows(group_looped(s, how, update.names, end - begin), len(s.inputs), before)
-            yield _slice_by(run, operands, results)
+            run = functools.partial(_of_rows, group_looped(s, how, update.names, end - begin), len(s.inputs), before)
+            yield _slice_by(jaxprs.jaxpr_of(run, *(v.aval for v in operands))[0], operands, results)
         for v in s.outputs:
             self.files.writes.pop(v, None)  # its parts are written instead
 
 
-def _whole(p: Planned, names: Names) -> Slice:
-    """Return a slice that runs on whole leaves."""
-
-    def run(*args: Any) -> list[Any]:
-        env = dict(zip(p.slice.inputs, args, strict=True))
-        SliceRunner([p], names, lowered=True)(p, env)
-        return values_of(env, p.slice.outputs)
-
-    return _slice_by(run, p.slice.inputs, p.slice.outputs)
+def bytes_of(values: Iterable[Var]) -> int:
+    return sum(nbytes(v.aval) for v in values)
 
 
-def _slice_by(run: Callable[..., Any], inputs: Sequence[Atom], outputs: Sequence[Var]) -> Slice:
-    """Return a function as a slice."""
-    new, program = Builder(), as_program(jaxpr_of(run, *(v.aval for v in inputs))[0])
+def _slice_by(traced: ClosedJaxpr, inputs: Sequence[Atom], outputs: Sequence[Var]) -> Slice:
+    """Return a traced function as a slice."""
+    new, program = Builder(), as_program(traced)
     inner = new.inside(program, inputs)
     inner.copy(*program.eqns, results=dict(zip(variables(program.outputs), outputs, strict=True)))
     return slice_of(new.eqns, [*outputs], program.debug_info, {})
 
 
-def _of_rows(run: Callable[..., list[Any]], n: int, before: Sequence[Var]) -> Callable[..., list[Any]]:
-    """Return a function of a first row, ``n`` operands, and the results ``before`` that earlier parts have left."""
-    return lambda start, *values: run(start, values[:n], dict(zip(before, values[n:], strict=True)))
+def _of_rows(run: Callable[..., list[Any]], n: int, before: Sequence[Var], start: Any, *values: Any) -> list[Any]:
+    """Run a slice on rows from ``start`` on, given ``n`` operands, and the results that earlier parts have left."""
+    return run(start, values[:n], dict(zip(before, values[n:], strict=True)))
 
 
 def staged(files: OnFiles) -> Staged:
@@ -363,7 +466,7 @@ def staged(files: OnFiles) -> Staged:
         elif not is_update(eqn):
             raise stands_in(eqn, "update_on")
         else:
-            step.add(localised(eqn), eqn)
+            step.add(eqn)
     if cut.after.outputs or cut.after.jaxpr.effects:
         step.on_device("after", cut.after)
     outputs = {*variables(program.outputs)}
@@ -371,64 +474,132 @@ def staged(files: OnFiles) -> Staged:
     return step
 
 
-def stands_in(eqn: Equation, option: str) -> ValueError:
-    """The error of a step whose update stands in an equation that cannot be driven."""
-    name = "jax.checkpoint" if eqn.primitive.name in CHECKPOINT else eqn.primitive.name
-    return ValueError(
-        f"{option}: the update stands in a {name} of the step, which cannot be cut there. Fix: update once a step, "
-        "outside of scans, jax.checkpoint and shard_map; skip= and a branch may skip it."
-    )
-
-
 def _scattered(update: Update) -> dict[Var, NamedSharding]:
     """Return the gradients that an update divides first, with their shardings, where types do not tell."""
     pins = {eqn.invars[0]: eqn.params["sharding"] for eqn in update.program.eqns
             if eqn.primitive.name == "sharding_constraint" and isinstance(eqn.invars[0], Var)}  # fmt: skip
-    named = {v: s for v in update.gradients if isinstance(s := pins.get(v), NamedSharding)}
-    return {v: s for v, s in named.items() if isinstance(s.mesh, Mesh)}
+    found = {v: pins[v] for v in update.gradients if v in pins}
+    return {v: s for v, s in found.items() if isinstance(s, NamedSharding) and isinstance(s.mesh, Mesh)}
 
 
 def _shares(update: Update) -> tuple[Update, Sequence[Schedule]]:
-    """Divide an update into the device's part, and the passes of the cores' part, by its plan."""
+    """Divide an update into the device's part, and the passes of the cores' part, by its plan.
+
+    The first pass's prelude makes what both need, such as a count, and the cores' part calls back.
+    """
     cores = {v for p in update.planned if p.on_cores for v in p.slice.outputs}
-    of_cores = [v in cores for v in update.program.outputs]
-    silent = [e for e in update.program.eqns if not (e.effects and all(isinstance(v, DropVar) for v in e.outvars))]
-    quiet = dataclasses.replace(update, program=dataclasses.replace(update.program, eqns=silent))
-    _, device = quiet.only([not own for own in of_cores])  # the cores' part calls back
-    _, host = update.only(of_cores)
-    return device.updated_by(cores=False), host.updated_by(cores=True).passes
-
-
-def _made_once(cores: Schedule, device: Update) -> tuple[Schedule, Update]:
-    """Return the cores' first pass and the device's part, whose results that pass's prelude makes, such as a count."""
-    prelude = cores.prelude
+    first, *later = update.only([v in cores for v in update.program.outputs])[1].updated_by(cores=True).passes
+    prelude = first.prelude
     made = {v for eqn in prelude.jaxpr.eqns for v in eqn.outvars}
-    both = [v for v in variables(device.program.outputs) if v in made]
-    if not both:
-        return cores, device
+    both = [v for v in variables(update.program.outputs) if v in made - cores]
     outputs = list(dict.fromkeys([*prelude.outputs, *both]))
     prelude = slice_of([*prelude.jaxpr.eqns], outputs, prelude.jaxpr.debug_info, prelude.shards)
-    _, device = device.only([v not in made for v in device.program.outputs])
-    return dataclasses.replace(cores, prelude=prelude), device
+    silent = [e for e in update.program.eqns if not (e.effects and all(isinstance(v, DropVar) for v in e.outvars))]
+    quiet = dataclasses.replace(update, program=dataclasses.replace(update.program, eqns=silent))
+    device = quiet.only([v not in cores | made for v in update.program.outputs])[1]
+    return device.updated_by(cores=False), [dataclasses.replace(first, prelude=prelude), *later]
 
 
-def _gradients_in_turn(update: Update, device: Update, pass_: Stage) -> list[Var]:
-    """Return the large gradients if some of them stay on the device; none if their sharding is unknown."""
-    made = {*pass_.outputs}
-    large = [v for v in update.gradients if v in made and math.prod(v.aval.shape) >= LARGE]
-    return large if update.take_turns and not {*device.operands}.isdisjoint(large) else []
+# ---- the pass: its gradients leave it as early as they can -----------------------------------------------------------
+#
+# It runs as several programs, so that the first gradients' update need not wait for the last: all results of a
+# program become ready together. If one ends where the gradients of a group exist, the cores or the drives can start
+# on them while the rest of the pass runs.
+#
+# XLA fuses nothing across programs: each value that crosses from one program to a later one is an array in memory. So
+# cheap values (elementwise arithmetic) are computed again if their operands are no larger. The cores do the last
+# arithmetic on their gradients in the same way: a gradient that is cast to float32 goes down in bfloat16.
+
+# The least share of the arithmetic in each program but the first: the host needs a tenth of a program's run time to
+# start it. A state on disk takes longer, and with more programs gradients are freed earlier.
+FOR_CORES, FOR_DISK = 1 / 12, 1 / 32
+_NOT_AGAIN = {"optimization_barrier", "device_put", "sharding_constraint", "reshard"}
+_VIEWS = ["broadcast_in_dim", "iota", "one_minus_square", "reshape", "squeeze", "transpose"]
+CHEAP = ELEMENTWISE.union(_VIEWS) - _NOT_AGAIN
+LATE = frozenset(("convert_element_type", "mul", "div", "neg"))  # arithmetic that the cores do as well
 
 
-def _grouped(name: str, slices: Sequence[Slice]) -> Iterator[Stage]:
-    """Group consecutive slices into stages of about ``GROUP_BYTES`` each."""
-    group: list[Slice] = []
-    size = 0
+def arranged(step: Staged, *, may_be_cut: bool) -> Staged:
+    """Return the step with its pass in one program, or in several.
+
+    Groups of the cores follow all segments, which have been started by then; each group waits for its own gradients.
+    Groups whose state is on disk run on the device, after the segment that follows the one with their gradients: the
+    device has work while the host waits for a file.
+    """
+    first, *rest = step.stages
+    eqns, info = _in_one(first.slices), first.slices[0].jaxpr.debug_info
+    # what crosses from the pass to others: at first to the device alone, as the cores ask for it in other types
+    crossing = {*step.results}.union(*(stage.inputs for stage in rest if not stage.on_cores))
+
+    def repeating(s: Slice, made: Set[Var], cheap: Sequence[Equation], free: Iterable[Var] = ()) -> Slice:
+        """Return a slice that runs some ``cheap`` equations again, for values ``made`` earlier that it reads."""
+        again, need = computed_again(made & {*s.inputs}, crossing.union(free), cheap)
+        crossing.update(need)
+        return slice_of([*again, *s.jaxpr.eqns], s.outputs, info, {})
+
+    made = {v for eqn in eqns for v in eqn.outvars}
+    late = [eqn for eqn in eqns if eqn.primitive.name in LATE and all(map(_is_float, eqn.invars))]
+    for k, stage in enumerate(rest):
+        if stage.on_cores:
+            rest[k] = Stage.of(CORES, *(repeating(s, made, late) for s in stage.slices))
+    eqns, _ = needed_for(eqns, crossing, kept=lambda eqn: bool(eqn.effects))
+    groups = [*itertools.takewhile(lambda s: s.name in (GROUP, CORES, "device"), rest)]
+    made_by = {v: k + 1 for k, eqn in enumerate(eqns) for v in eqn.outvars}
+    ends, ready = dict(made_by), list[int]()
+    for group in groups:  # some rows of a parameter are written after others
+        ready.append(max((ends.get(v, 0) for v in group.inputs), default=0))
+        ends |= dict.fromkeys(group.outputs, ready[-1])
+    on_disk = any(group.name == GROUP for group in groups)
+    whole = not may_be_cut or any(eqn.effects for eqn in eqns)
+    cuts = [] if whole else _cuts(eqns, ready, FOR_DISK if on_disk else FOR_CORES)
+    segments = list[Slice]()
+    for start, end in reversed([*pairwise([0, *cuts, len(eqns)])]):
+        made = {v for eqn in eqns[:start] for v in eqn.outvars}
+        own = slice_of(eqns[start:end], [v for v in made_by if start < made_by[v] <= end and v in crossing], info, {})
+        crossing.difference_update(own.outputs)
+        cheap = [eqn for eqn in eqns[:start] if eqn.primitive.name in CHEAP]
+        segments.insert(0, repeating(own, made, cheap, first.inputs))
+    after = [min(bisect.bisect_left(cuts, at) + 1, len(cuts)) if on_disk else len(cuts) for at in ready]
+    stages = list[Stage]()
+    for k, segment in enumerate(segments):
+        stages += [Stage.of(BEFORE, segment), *(g for g, at in zip(groups, after, strict=True) if at == k)]
+    return dataclasses.replace(step, stages=[*stages, *rest[len(groups) :]])
+
+
+def _is_float(v: Atom) -> bool:
+    return v.aval.dtype in (np.float32, jnp.bfloat16)
+
+
+def _in_one(slices: Sequence[Slice]) -> list[Equation]:
+    """Return the equations of the pass and of slices after it, each of these as soon as its operands exist: the
+    update's groups then wait for a learning rate, and not for the gradients of leaves that stay on the device."""
+    made: dict[Var, int] = {}  # by which equation of the pass
+    found: list[tuple[int, Equation]] = []
     for s in slices:
-        group.append(s)
-        size += sum(nbytes(v.aval) for v in s.loads)
-        if size >= GROUP_BYTES or s is slices[-1]:
-            yield Stage.of(name, *group)
-            group, size = [], 0
+        for k, eqn in enumerate(s.jaxpr.eqns):
+            at = k if s is slices[0] else max((made.get(v, -1) for v in variables(eqn.invars)), default=-1)
+            found.append((at, eqn))
+            made.update(dict.fromkeys(eqn.outvars, at))
+    return [eqn for _, eqn in sorted(found, key=lambda each: each[0])]
+
+
+def _cuts(eqns: Sequence[Equation], ready: Sequence[int], least: float) -> list[int]:
+    """Return the number of equations after which each program but the last ends: with the gradients of a group.
+
+    The first program ends with the first group's gradients. Each later one has its share of the arithmetic.
+
+    Args:
+      eqns: the pass.
+      ready: for each group of the update, the number of equations after which its gradients exist.
+      least: the least share of the arithmetic in a program.
+    """
+    done = [0.0, *itertools.accumulate(map(jaxprs.flops, eqns))]
+    cuts: list[int] = []
+    for place in sorted({*ready} - {0}):
+        beside = [done[-1] - done[place], *(done[place] - done[cut] for cut in cuts[-1:])]
+        if min(beside) >= least * done[-1] > 0:
+            cuts.append(place)
+    return cuts
 
 
 # ---- exchange between stages -----------------------------------------------------------------------------------------
@@ -441,8 +612,7 @@ def linked(step: Staged, donated: Set[Var]) -> list[Stage]:
     by_cores = {v for stage in stages if stage.on_cores for v in stage.inputs}
     by_device = {v for stage in stages if not stage.on_cores for v in stage.inputs} | results
     # buffers that somebody else may have: inputs that were not donated, and whatever a branch or a loop may hand on
-    others = {*step.consts, *step.arguments} - donated
-    due, found = _due(step.files, stages, last), list[Stage]()
+    others, found = {*step.consts, *step.arguments} - donated, list[Stage]()
     for k, stage in enumerate(stages):
         made = [v for v in stage.outputs if v in results or last.get(v, -1) > k]
         # jax pairs donated inputs with results in their order. Two moments would otherwise be written into each
@@ -450,36 +620,13 @@ def linked(step: Staged, donated: Set[Var]) -> list[Stage]:
         pairs = {step.next_of[v]: v for v in made if v in step.next_of}
         old = [v for v in stage.inputs if v in pairs]
         inputs, made = dict.fromkeys([*old, *stage.inputs]), dict.fromkeys([*(pairs[v] for v in old), *made])
-        over = [v for v in inputs if last[v] == k and v not in results]
         sends = stage.name not in (CORES, INNER)
         down = [v for v in made if sends and v in by_cores and is_sent(v.aval) and not is_host_aval(v.aval)]
         outputs = [v for v in made if v in by_device or v not in down]
-        up = [v for v in made if v in by_device] if stage.on_cores else []
-        free, fetched = frozenset(over) - others, [v for v in inputs if v in step.files.reads]
-        found.append(Stage(stage.name, stage.slices, [*inputs], outputs, down, up, over, free, fetched, due[k]))
+        free = frozenset(v for v in inputs if last[v] == k and v not in results) - others
+        found.append(Stage(stage.name, stage.slices, [*inputs], outputs, down, free))
         others |= {*inputs, *made} if stage.inner is not None else set()
     return found
-
-
-def _due(files: OnFiles, stages: Sequence[Stage], last: Mapping[Var, int]) -> list[list[Var]]:
-    """Return the results to write to files after each stage: no later one reads them or the old values of their rows.
-
-    Args:
-      last: value -> the number of the last stage that reads it.
-    """
-
-    def meet(a: Range | None, b: Range | None) -> bool:
-        return a is None or b is None or (a[0] < b[1] and b[0] < a[1])
-
-    read_by: dict[Place, list[tuple[Range | None, int]]] = {}
-    for v, (leaf, rows) in files.reads.items():
-        read_by.setdefault(leaf, []).append((rows, last.get(v, 0)))
-    made = {v: k for k, stage in enumerate(stages) for v in stage.outputs}
-    due: list[list[Var]] = [[] for _ in stages]
-    for v, parts in files.writes.items():
-        old = [k for leaf, rows in parts for other, k in read_by.get(leaf, ()) if meet(other, rows)]
-        due[max([made.get(v, 0), last.get(v, 0), *old])].append(v)
-    return due
 
 
 def is_sent(x: Any) -> bool:
@@ -487,151 +634,9 @@ def is_sent(x: Any) -> bool:
     return len(x.shape) > 0 and not jnp.issubdtype(x.dtype, jax.dtypes.extended)
 
 
-# ---- the forward and backward pass: its gradients leave it as early as they can
-#
-# It runs as several programs, so that the first gradients' update need not wait for the last: all results of a
-# program become ready together. If one ends where the gradients of a group exist, the cores or the drives can start
-# on them while the rest of the pass runs.
-#
-# XLA fuses nothing across programs: each value that crosses from one program to a later one is an array in memory. So
-# cheap values (elementwise arithmetic) are computed again if their operands are no larger.
-
-# The least share of the arithmetic in each program but the first: the host needs a tenth of a program's run time to
-# start it. A state on disk takes longer, and with more programs gradients are freed earlier.
-FOR_CORES, FOR_DISK = 1 / 12, 1 / 32
-_NOT_AGAIN = {"optimization_barrier", "device_put", "sharding_constraint", "reshard"}
-_VIEWS = ["broadcast_in_dim", "iota", "one_minus_square", "reshape", "squeeze", "transpose"]
-CHEAP = ELEMENTWISE.union(_VIEWS) - _NOT_AGAIN
-LATE = frozenset(("convert_element_type", "mul", "div", "neg"))  # arithmetic that the cores do as well
-LEAST_ROW = 2**16  # bytes; smaller rows go down together, at the end of the program
-
-
-def arranged(step: Staged, *, may_be_cut: bool) -> Staged:
-    """Return the step with its first program, the pass, as one slice, or cut into several programs.
-
-    Groups of the cores follow all segments, which have been started by then; each group waits for its own gradients.
-    Groups whose state is on disk run on the device, after the segment that follows the one with their gradients: the
-    device has work while the host waits for a file.
-    """
-    step = _with_late_arithmetic(step)
-    (first, *rest), groups = step.stages, _groups(step)
-    (pass_,) = first.slices
-    jaxpr = pass_.jaxpr
-    if not may_be_cut or not groups or any(eqn.effects for eqn in jaxpr.eqns):
-        return step
-    on_disk, ready = groups[0].name == GROUP, list[int]()
-    made_by = {v: k + 1 for k, eqn in enumerate(jaxpr.eqns) for v in eqn.outvars}
-    for group in groups:  # some rows of a parameter are written after others
-        ready.append(max((made_by.get(v, 0) for v in group.inputs), default=0))
-        made_by.update(dict.fromkeys(group.outputs, ready[-1]))
-    cuts = _cuts(jaxpr, ready, FOR_DISK if on_disk else FOR_CORES)
-    segments = [Stage.of(BEFORE, part) for part in divided(jaxpr, {*pass_.outputs}, cuts)]
-    stages = [*_interleaved(segments, cuts, groups, ready), *rest[len(groups) :]] if on_disk else [*segments, *rest]
-    return dataclasses.replace(step, stages=stages)
-
-
-def _with_late_arithmetic(step: Staged) -> Staged:
-    """Let the cores do the last arithmetic on gradients that only they read, and join the slices of the pass.
-
-    A gradient that is cast to float32 then goes to host memory in bfloat16.
-    """
-    first, *later = step.stages
-    eqns = [eqn for s in first.slices for eqn in s.jaxpr.eqns]
-    made = {v: k for k, v in enumerate(v for eqn in eqns for v in eqn.outvars)}
-    others = {*step.results}.union(*(s.inputs for s in later if not s.on_cores))
-    sent = {v for s in later if s.on_cores for v in s.inputs if v in made and is_sent(v.aval)} - others
-    late, starts = computed_again(sent, frozenset(), [*filter(_is_late, eqns)])
-
-    def with_arithmetic(s: Slice) -> Slice:
-        own, _ = needed_for(late, s.inputs)
-        return slice_of([*own, *s.jaxpr.eqns], s.outputs, s.jaxpr.debug_info, s.shards) if own else s
-
-    def instead(values: Iterable[Var]) -> list[Var]:
-        """Replace the results of late arithmetic by its operands."""
-        each = ({v} if v not in sent else needed_for(late, [v])[1] & starts for v in values)
-        return list(dict.fromkeys(x for found in each for x in sorted(found & made.keys(), key=made.__getitem__)))
-
-    later = [Stage.of(CORES, *map(with_arithmetic, s.slices)) if s.on_cores else s for s in later]
-    pass_ = Stage.of(first.name, _joined(first.slices, instead(first.outputs)))
-    return dataclasses.replace(step, stages=[pass_, *later], in_turn=instead(step.in_turn))
-
-
-def _is_late(eqn: Equation) -> bool:
-    """Whether the cores' kernels do an equation as well."""
-    return eqn.primitive.name in LATE and all(v.aval.dtype in (np.float32, jnp.bfloat16) for v in eqn.invars)
-
-
-def _joined(slices: Sequence[Slice], outputs: list[Var]) -> Slice:
-    """Join slices. Each equation of a later slice comes as soon as its operands exist, so that the update's groups wait
-    for a learning rate, and not for the gradients of leaves that stay on the device."""
-    made: dict[Var, int] = {}  # by which equation of the first slice, the pass
-    found: list[tuple[int, Equation]] = []
-    for s in slices:
-        for k, eqn in enumerate(s.jaxpr.eqns):
-            at = k if s is slices[0] else max((made.get(v, -1) for v in variables(eqn.invars)), default=-1)
-            found.append((at, eqn))
-            made.update(dict.fromkeys(eqn.outvars, at))
-    eqns, _ = needed_for(
-        [eqn for _, eqn in sorted(found, key=lambda each: each[0])], outputs, kept=lambda e: bool(e.effects)
-    )
-    return slice_of(eqns, outputs, slices[0].jaxpr.debug_info, {})
-
-
-def _groups(step: Staged) -> list[Stage]:
-    """Return the groups of the update that follow the first program immediately."""
-    rest = step.stages[1:]
-    on_disk = [*itertools.takewhile(lambda s: s.name == GROUP, rest)]
-    return on_disk or [*itertools.takewhile(lambda s: s.on_cores, (s for s in rest if s.name != "device"))]
-
-
-def _interleaved(
-    segments: Sequence[Stage], cuts: Sequence[int], groups: Sequence[Stage], ready: Sequence[int]
-) -> Iterator[Stage]:
-    """Yield the segments; the groups that a segment's gradients update come after the next segment."""
-    after = [min(bisect.bisect_left(cuts, at) + 1, len(segments) - 1) for at in ready]
-    for k, segment in enumerate(segments):
-        yield segment
-        yield from (group for group, at in zip(groups, after, strict=True) if at == k)
-
-
-def _cuts(jaxpr: Jaxpr, ready: Sequence[int], least: float) -> list[int]:
-    """Return the number of equations after which each program but the last ends: with the gradients of a group.
-
-    The first program ends with the first group's gradients. Each later one has its share of the arithmetic.
-
-    Args:
-      jaxpr: the pass.
-      ready: for each group of the update, the number of equations after which its gradients exist.
-      least: the least share of the arithmetic in a program.
-    """
-    done = [0.0, *itertools.accumulate(map(flops, jaxpr.eqns))]
-    cuts: list[int] = []
-    for place in sorted({*ready} - {0})[:-1]:
-        beside = [done[-1] - done[place], *(done[place] - done[cut] for cut in cuts[-1:])]
-        if min(beside) >= least * done[-1] > 0:
-            cuts.append(place)
-    return cuts
-
-
-def divided(jaxpr: Jaxpr, results: Set[Var], cuts: Sequence[int]) -> list[Slice]:
-    """Divide the equations at the cuts into programs of their own, each with the values that it computes again."""
-    eqns, given = jaxpr.eqns, {*jaxpr.invars}
-    producer = {v: k for k, eqn in enumerate(eqns) for v in eqn.outvars}
-    crossing: set[Var] = set()  # the values that later parts read
-    parts: list[Slice] = []
-    for start, end in reversed([*itertools.pairwise([0, *cuts, len(eqns)])]):
-        own = eqns[start:end]
-        outputs = [v for eqn in own for v in eqn.outvars if v in results or v in crossing]
-        crossing -= {v for eqn in own for v in eqn.outvars}
-        reads = {v for eqn in own for v in variables(eqn.invars) if producer.get(v, start) < start}
-        cheap = [eqn for eqn in eqns[:start] if eqn.primitive.name in CHEAP]
-        again, more = computed_again(reads, crossing | given, cheap)
-        crossing |= more
-        parts.append(slice_of([*again, *own], outputs, jaxpr.debug_info, {}))
-    return parts[::-1]
-
-
 # ---- within one of the programs --------------------------------------------------------------------------------------
+
+LEAST_ROW = 2**16  # bytes; smaller rows go down together, at the end of the program
 
 
 def sending_rows(jaxpr: Jaxpr, n: int) -> Jaxpr:
@@ -644,24 +649,20 @@ def sending_rows(jaxpr: Jaxpr, n: int) -> Jaxpr:
     hosts: dict[Var, Var] = {}
     eqns: list[Equation] = []
     for eqn in jaxpr.eqns:
-        scan = scan_of(eqn)
+        scan = jaxprs.scan_of(eqn)
         ys = [y for y in scan.ys if y in sent and nbytes(y.aval) >= scan.length * LEAST_ROW] if scan else []
         if scan is not None and ys and not scan.body.consts:
             hosts |= {y: Var(cast(Any, y.aval).update(memory_space=jax.memory.Space.Host)) for y in ys}
-            eqn = _sending(scan, [hosts.get(y, y) for y in scan.ys])
+            body, new = scan.body.jaxpr, Builder([*scan.body.jaxpr.eqns])
+            rows = body.outvars[len(scan.carry) :]
+            with eqn.ctx.manager:
+                rows = [new.run(to_host, x)[0] if y in hosts else x for x, y in zip(rows, scan.ys, strict=True)]
+            traced = ClosedJaxpr(jaxprs.jaxpr_like(body, new.eqns, [*body.outvars[: len(scan.carry)], *rows]), [])
+            # not unrolled: rows of several iterations would be put together in host memory
+            params = eqn.params | {"jaxpr": traced, "unroll": 1}
+            eqn = eqn.replace(params=params, outvars=[hosts.get(v, v) for v in eqn.outvars])
         eqns.append(eqn)
-    return jaxpr_like(jaxpr, eqns, [renamed(hosts, v) for v in jaxpr.outvars]) if hosts else jaxpr
-
-
-def _sending(scan: Scan, ys: Sequence[Var]) -> Equation:
-    """Return the equation of a scan whose stacks are ``ys``, some of them in host memory."""
-    body, n, new = scan.body.jaxpr, len(scan.carry), Builder([*scan.body.jaxpr.eqns])
-    with scan.eqn.ctx.manager:
-        rows = zip(body.outvars[n:], ys, scan.ys, strict=True)
-        sent = [x if y is old else new.run(to_host, x)[0] for x, y, old in rows]
-    traced = ClosedJaxpr(jaxpr_like(body, new.eqns, [*body.outvars[:n], *sent]), [])
-    # not unrolled: rows of several iterations would be put together in host memory
-    return scan.eqn.replace(params=scan.eqn.params | {"jaxpr": traced, "unroll": 1}, outvars=[*scan.carry, *ys])
+    return jaxprs.jaxpr_like(jaxpr, eqns, [jaxprs.renamed(hosts, v) for v in jaxpr.outvars]) if hosts else jaxpr
 
 
 def in_turn(results: Sequence[Any], turns: Sequence[int]) -> list[Any]:
@@ -670,7 +671,7 @@ def in_turn(results: Sequence[Any], turns: Sequence[int]) -> list[Any]:
     Nothing else asks for gradients that stay on the device: XLA would put their matmuls off to the end of the program,
     and keep the activations of all layers. Gradients that are all copied to the host need no such order.
     """
-    found, turns = list(results), [k for k in turns if not on_host(results[k])]
+    found = list(results)
     if len(turns) < 2:
         return found
     # XLA must compute each gradient when its turn comes, because one of its numbers counts, times a zero unknown to XLA
