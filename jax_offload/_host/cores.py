@@ -296,8 +296,11 @@ class Kernel:
         list((_pool().map if len(pieces) > 1 else map)(lambda piece: run(*piece, *flat, *numbers), pieces))
 
 
-def kernels_of(stage: Stage, next_of: Mapping[Var, Var], own: Set[Var]) -> list[Kernel] | None:
-    """Return kernels for a stage of the cores; ``None`` if one of its updates is not elementwise, or without numba.
+def in_one_pass(
+    stage: Stage, next_of: Mapping[Var, Var], own: Set[Var]
+) -> tuple[Callable[..., list[Any]], list[Var]] | None:
+    """Return a stage of the cores as a function of arrays in host memory, which runs its kernels one after the other,
+    and the inputs that they overwrite; ``None`` if one of its updates is not elementwise, or without numba.
 
     Args:
       stage: the stage.
@@ -308,24 +311,25 @@ def kernels_of(stage: Stage, next_of: Mapping[Var, Var], own: Set[Var]) -> list[
     def type_of(v: Var) -> Any:
         return v.aval.shape, v.aval.dtype, v.aval.weak_type, is_host_aval(v.aval)
 
-    times = Counter(v for s in stage.slices for v in s.inputs)
-    own, found = {v for v in own if times[v] == 1}, list[Kernel]()
-    for s in stage.slices if has_numba() else ():
-        old = {k: next_of[v] for k, v in enumerate(s.outputs) if next_of.get(v) in own.intersection(s.inputs)}
-        over = {s.inputs.index(x): k for k, x in old.items() if type_of(x) == type_of(s.outputs[k])}
+    if not has_numba():
+        return None
+    times, kernels, written = Counter(v for s in stage.slices for v in s.inputs), list[Kernel](), list[Var]()
+    for s in stage.slices:
+        old = {k: next_of[v] for k, v in enumerate(s.outputs) if v in next_of and next_of[v] in own & {*s.inputs}}
+        over = {k: v for k, v in old.items() if times[v] == 1 and type_of(v) == type_of(s.outputs[k])}
         try:
-            found.append(kernel_of(s, over))
+            kernels.append(kernel_of(s, {s.inputs.index(v): k for k, v in over.items()}))
         except _NotElementwise:
             return None
-    return found if has_numba() else None
+        written += over.values()
 
+    def run(*operands: Any) -> list[Any]:
+        env = dict(zip(stage.inputs, operands, strict=True))
+        for each in kernels:
+            env.update(zip(each.slice.outputs, each.update(values_of(env, each.slice.inputs)), strict=True))
+        return values_of(env, stage.outputs)
 
-def run_kernels(stage: Stage, kernels: Sequence[Kernel], *operands: Any) -> list[Any]:
-    """Update arrays in host memory by a stage's kernels, one after the other."""
-    env = dict(zip(stage.inputs, operands, strict=True))
-    for each in kernels:
-        env.update(zip(each.slice.outputs, each.update(values_of(env, each.slice.inputs)), strict=True))
-    return values_of(env, stage.outputs)
+    return run, written
 
 
 @functools.lru_cache(256)

@@ -56,6 +56,9 @@ def _beside(sizes: Iterable[int]) -> int:
     return sum(total <= AT_ONCE for total in itertools.accumulate(itertools.islice(sizes, DEPTH)))
 
 
+Options = tuple[Mapping[str, Any], Mapping[str, Any]]
+
+
 class Driven:
     """A step that is compiled for arguments of certain types and shardings.
 
@@ -63,26 +66,19 @@ class Driven:
       step: the step's closed jaxpr.
       args: arguments of these types and shardings.
       donated: whether each of them is donated.
-      options: the compiler's options for programs of the device.
-      for_sending: the options for programs that only send something to the host.
+      options: the compiler's options for programs of the device, and for those that only send something to the host.
       segments: whether the pass before the update may be cut into several programs.
     """
 
     def __init__(
-        self,
-        step: ClosedJaxpr,
-        args: Sequence[Any],
-        donated: Sequence[bool],
-        options: Mapping[str, Any],
-        for_sending: Mapping[str, Any],
-        segments: bool = True,
+        self, step: ClosedJaxpr, args: Sequence[Any], donated: Sequence[bool], options: Options, segments: bool = True
     ) -> None:
         if not is_driven(step):  # an update without results does not run
             step = ClosedJaxpr(without_dead_code(step.jaxpr, keep_inputs=True)[0], step.consts)
         program = dereferenced(flat(step, any_jit=True), any_jit=True)
         self.files = files_of(unguarded(program), args)
         found = staged(self.files)
-        self._options = options, for_sending
+        self._options = options
         self._compiled, self._key_of = dict[Hashable, Callable[..., Any]](), numbered()
         read = {*found.results, *(v for stage in found.stages for v in stage.inputs)}
         placed = places_of([x if v in read else None for v, x in zip(found.arguments, args, strict=False)])
@@ -94,8 +90,9 @@ class Driven:
         self._everywhere = _everywhere(placed, self._devices)
         self._places: dict[Var, Sharding] = self.files.places(self._devices)
         self._places |= {v: s for v, s in zip(own, placed, strict=True) if s is not None} | found.scattered
-        # beside next values, parameters in host memory that the step loads itself are placed like others
-        moves = [eqn for eqn in self.files.program.eqns if is_load(eqn) or is_store(eqn)]
+        # beside next values, copies are placed like others, and parameters in host memory that the step loads itself
+        eqns = self.files.program.eqns
+        moves = [eqn for eqn in eqns if is_load(eqn) or is_store(eqn) or eqn.primitive.name == "copy"]
         self._like = found.next_of | {eqn.outvars[0]: v for eqn in moves for v in variables(eqn.invars)}
         self.donated = {v for v, given in zip(own, donated, strict=True) if given}
         self._bring = jit(lambda xs: xs, out_shardings=self._everywhere)
@@ -203,12 +200,12 @@ class Driven:
         Leaves in ``writable`` that kernels overwrite are added to ``written``.
         """
         if (eqn := stage.inner) is not None:
-            return _Inner(eqn, stage, self._options)
+            return _inner(eqn, stage, self._options)
         if not stage.on_cores:
             return self._program(stage)
-        if (kernels := cores.kernels_of(stage, self._step.next_of, writable & stage.free)) is not None:
-            written += [each.slice.inputs[i] for each in kernels for i in each.over]
-            return partial(cores.run_kernels, stage, kernels)
+        if (found := cores.in_one_pass(stage, self._step.next_of, writable & stage.free)) is not None:
+            written += found[1]
+            return found[0]
         processes = len({device.process_index for device in self._devices})
         if processes > 1 and any(is_sent(v.aval) for v in stage.inputs):
             raise ValueError(
@@ -288,7 +285,12 @@ class Driven:
         tokens = {home: home.advance() for home in dict.fromkeys(leaf.home for leaf in leaves.values())}
         n = len(leaves) + len(self.files.outputs)
         results = [tokens[leaves[k].home] if k in leaves else next(rest) for k in range(n)]
-        return self._in_own_buffers(results, args)
+        # in host memory too, results are neither arguments nor each other, unless an argument is ours
+        others = {id(x) for x in (*args, *self.constants)} - donated.keys()
+        for k, x in enumerate(results):
+            results[k] = _copied(x) if id(x) in others else x
+            others.add(id(x))
+        return results
 
     def _arrays(self, xs: Sequence[Any]) -> list[Any]:
         """Convert numbers and NumPy arrays, which the caller may overwrite, as ``jax.jit`` does. jax's own arrays and
@@ -312,29 +314,6 @@ class Driven:
     def committed(self, x: Any) -> Any:
         """Commit a result, as ``jax.jit`` does if an argument is committed, here a host leaf."""
         return jax.device_put(x, self._everywhere) if isinstance(x, jax.Array) and not x.committed else x
-
-    def _in_own_buffers(self, results: Sequence[Any], args: Sequence[Any]) -> list[Any]:
-        """Replace results that are arguments, constants or each other with arrays of their own, as ``jax.jit`` does.
-
-        The memory of a donated argument is handed over: on the device to a new array, as ``jax.jit`` deletes the old
-        one.
-        """
-        own = {id(x) for v, x in zip(self._step.arguments, args, strict=False) if v in self.donated}
-        others = {id(x) for x in (*args, *self.constants)} - own
-        found, copied, renamed = dict(enumerate(results)), dict[int, jax.Array](), dict[int, jax.Array]()
-        for k, x in enumerate(results):
-            on_device = isinstance(x, jax.Array) and not on_host(x)
-            if id(x) in others and not on_device:
-                found[k] = _copied(x)
-            elif id(x) in others:
-                copied[k] = x
-            elif id(x) in own and on_device:
-                renamed[k] = x
-            others.add(id(x))
-        # One program copies all leaves, as a step may hand on hundreds. Those whose memory is taken come last.
-        found |= _as_new(copied) if copied else {}
-        found |= _renamed(renamed) if renamed else {}
-        return [found[k] for k in range(len(results))]
 
 
 def _forget(values: dict[Var, Any], gone: Iterable[Var], donated: Mapping[int, Any]) -> None:
@@ -380,63 +359,46 @@ def _everywhere(placed: Sequence[Any], devices: Set[Any]) -> Sharding:
     return SingleDeviceSharding(next(iter(devices))) if mesh is None else NamedSharding(mesh, PartitionSpec())
 
 
-class _Inner:
-    """A ``cond`` or a ``while`` of the step that holds an update, such as ``optax.apply_if_finite``.
+def _inner(eqn: Equation, stage: Stage, options: Options) -> Callable[..., Sequence[Any]]:
+    """Return a ``cond`` or a ``while`` of the step that holds an update, such as ``optax.apply_if_finite``.
 
     What decides is read on the host: the index of a branch, or a loop's condition. The branch that is taken, or the
     body, is driven.
     """
+    params, driven = eqn.params, dict[int, Driven]()
+    free = [isinstance(v, Literal) or v in stage.free for v in eqn.invars]  # a literal has a buffer of its own
 
-    def __init__(self, eqn: Equation, task: Stage, options: tuple[Mapping[str, Any], Mapping[str, Any]]) -> None:
-        self._eqn, self._task, self._options = eqn, task, options
-        self._places = [eqn.outvars.index(v) for v in task.outputs]
-        # their buffers may be taken; literals have their own
-        self._free = [isinstance(v, Literal) or v in task.free for v in eqn.invars]
-        self._driven: dict[int, Driven] = {}
-        if eqn.primitive.name == "while":
-            condition, self._used = without_dead_code(eqn.params["cond_jaxpr"].jaxpr)
-            self._condition = jit(jax_fun(ClosedJaxpr(condition, eqn.params["cond_jaxpr"].consts)))
+    def run(k: int, body: ClosedJaxpr, given: Sequence[Any], free: Sequence[bool]) -> Sequence[Any]:
+        if k not in driven:
+            driven[k] = Driven(body, given, free, options)
+        return driven[k](given)
 
-    def __call__(self, *operands: Any) -> list[Any]:
-        given = values_of(dict(zip(self._task.inputs, operands, strict=True)), self._eqn.invars)
-        results = self._loop(given) if self._eqn.primitive.name == "while" else self._branch(*given)
-        return [results[i] for i in self._places]
+    def branch(index: Any, *given: Any) -> Sequence[Any]:
+        k = min(max(int(np.asarray(index)), 0), len(params["branches"]) - 1)
+        return run(k, params["branches"][k], given, free[1:])
 
-    def _branch(self, index: Any, *given: Any) -> Sequence[Any]:
-        branches = self._eqn.params["branches"]
-        k = min(max(int(np.asarray(index)), 0), len(branches) - 1)
-        return self._run(k, branches[k], given, self._free[1:])
-
-    def _loop(self, given: Sequence[Any]) -> Sequence[Any]:
-        params = self._eqn.params
+    def loop(*given: Any) -> Sequence[Any]:
         n, m = params["cond_nconsts"], params["cond_nconsts"] + params["body_nconsts"]
         # The body takes the buffers of its carry, so it gets copies of buffers that others hold.
         others = Counter(map(id, given))
-        carry = [x if own and others[id(x)] == 1 else _copied(x) for x, own in zip(given, self._free, strict=True)][m:]
-        free = [False] * (m - n) + [True] * len(carry)
-        while np.asarray(*self._condition(*itertools.compress([*given[:n], *carry], self._used))):
-            carry = self._run(0, params["body_jaxpr"], [*given[n:m], *carry], free)
+        carry = [x if own and others[id(x)] == 1 else _copied(x) for x, own in zip(given, free, strict=True)][m:]
+        while np.asarray(*condition(*itertools.compress([*given[:n], *carry], used))):
+            carry = run(0, params["body_jaxpr"], [*given[n:m], *carry], [False] * (m - n) + [True] * len(carry))
         return carry
 
-    def _run(self, k: int, body: ClosedJaxpr, given: Sequence[Any], free: Sequence[bool]) -> Sequence[Any]:
-        if k not in self._driven:
-            self._driven[k] = Driven(body, given, free, *self._options)
-        return self._driven[k](given)
+    if "cond_jaxpr" in params:
+        reduced, used = without_dead_code(params["cond_jaxpr"].jaxpr)
+        condition = jit(jax_fun(ClosedJaxpr(reduced, params["cond_jaxpr"].consts)))
+
+    def called(*operands: Any) -> list[Any]:
+        given = values_of(dict(zip(stage.inputs, operands, strict=True)), eqn.invars)
+        results = (branch if "branches" in params else loop)(*given)
+        return [results[eqn.outvars.index(v)] for v in stage.outputs]
+
+    return called
 
 
 def _copied(x: Any) -> Any:
     if not isinstance(x, jax.Array):
         return x
     return memory.copy_on_host(x) if on_host(x) else jnp.copy(x)
-
-
-@jit
-def _as_new(arrays: dict[int, jax.Array]) -> dict[int, jax.Array]:
-    """Return copies of arrays on the device."""
-    return arrays
-
-
-@partial(jit, donate_argnums=0)
-def _renamed(arrays: dict[int, jax.Array]) -> dict[int, jax.Array]:
-    """Return new arrays in the same memory."""
-    return arrays

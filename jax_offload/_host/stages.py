@@ -201,9 +201,20 @@ def files_of(step: Program, args: Sequence[Any]) -> OnFiles:
             _check_leaves(eqn, reads)
         if eqn.primitive in (READ, WRITE):
             (reads if eqn.primitive is READ else written)[eqn.outvars[0]] = eqn.invars[0], eqn.params["place"]
-        else:
-            eqns.append(eqn)
-    _check_use(step, args, eqns, reads, written)
+            continue
+        eqns.append(eqn)
+        if jaxprs.holds_inside(eqn, lambda each: each.primitive in (READ, WRITE)):
+            updates = holds_driven_update(eqn)
+            if not (updates and eqn.primitive.name in DRIVEN):  # whose branch, or body, is a step of its own
+                raise stands_in(eqn, "disk") if updates else ValueError(_COMPUTES)
+    tokens = {*variables(token for token, _ in reads.values())}
+    given = all(isinstance(token, Var) and token in step.inputs for token, _ in reads.values())
+    again = any(not tokens.isdisjoint(variables(eqn.invars)) for eqn in eqns)
+    if not given or again or not reads.keys().isdisjoint(variables(step.outputs)):
+        raise ValueError(_COMPUTES)
+    arguments = step.inputs[len(step.consts) :]
+    tokens |= {v for v, x in zip(arguments, args, strict=True) if isinstance(x, Token)}
+    _check_use(step, tokens, {*reads, *written})
     returned = {k: written[v] for k, v in enumerate(step.outputs) if isinstance(v, Var) and v in written}
     kept = {place for _, place in returned.values()}
     homes = {place.home for place in kept}
@@ -221,7 +232,12 @@ def files_of(step: Program, args: Sequence[Any]) -> OnFiles:
                 f"disk: the update moves {old.name} unchanged to {place.name}, which may be overwritten by then. Fix: "
                 "a select= that leaves them in memory."
             )
-    rest = [v for k, v in enumerate(step.outputs) if k not in returned]
+    rest, new, taken = list[Atom](), Builder(eqns), {*step.inputs} - tokens
+    for v in (v for k, v in enumerate(step.outputs) if k not in returned):
+        # as under jax.jit, a result on the device is neither an argument nor another result
+        handed_on = isinstance(v, Var) and v in taken and not is_host_aval(v.aval)
+        rest.append(new.run(jnp.copy, v)[0] if handed_on else v)
+        taken |= {*variables([v])}
     program = dataclasses.replace(step, inputs=[*step.inputs, *reads], eqns=eqns, outputs=[*rest, *writes])
     parts: dict[Var, Part] = {v: (place, None) for v, (_, place) in reads.items()}
     return OnFiles(program, rest, [*reads.values()], {k: p for k, (_, p) in returned.items()}, parts, writes)
@@ -245,31 +261,13 @@ def _check_leaves(eqn: Equation, reads: Mapping[Var, tuple[Atom, Place]]) -> Non
 _TOKEN, _LEAF = 1, 2  # the token of a state; a leaf that is read, or the token of one that is written
 
 
-def _check_use(
-    step: Program, args: Sequence[Any], eqns: Sequence[Equation], reads: Mapping[Var, Any], written: Mapping[Var, Any]
-) -> None:
-    """Raise ``ValueError`` where a step, perhaps in a branch, does more with a state on disk than to update it.
-
-    Args:
-      step, args: the step, and arguments like its own.
-      eqns: its equations that read or write no leaf.
-      reads, written: the leaves that it reads, and the tokens of those that it writes.
-    """
-    own = {*reads, *written}
-    tokens = {*variables(token for token, _ in reads.values())}
-    given = all(isinstance(token, Var) and token in step.inputs for token, _ in reads.values())
-    again = any(not tokens.isdisjoint(variables(eqn.invars)) for eqn in eqns)
-    if not given or again or not reads.keys().isdisjoint(variables(step.outputs)):
-        raise ValueError(_COMPUTES)
-    for eqn in eqns:
-        if jaxprs.holds_inside(eqn, lambda each: each.primitive in (READ, WRITE)):
-            updates = holds_driven_update(eqn)
-            if not (updates and eqn.primitive.name in DRIVEN):  # whose branch, or body, is a step of its own
-                raise stands_in(eqn, "disk") if updates else ValueError(_COMPUTES)
+def _check_use(step: Program, tokens: Set[Var], leaves: Set[Var]) -> None:
+    """Raise ``ValueError`` where an equation, perhaps in a branch, computes with a token, or uses a leaf or its new
+    token elsewhere than in the update."""
 
     def rule(eqn: Equation, facts: Sequence[int]) -> Sequence[int] | None:
         if eqn.primitive is READ or eqn.primitive is WRITE:
-            return [_LEAF if eqn.outvars[0] in own else _TOKEN if eqn.primitive is WRITE else 0]
+            return [_LEAF if eqn.outvars[0] in leaves else _TOKEN if eqn.primitive is WRITE else 0]
         if is_update(eqn):
             return [0] * len(eqn.outvars)
         enters = bool(jaxprs.inner_of(eqn))  # then the rule applies to the equations inside it
@@ -277,8 +275,6 @@ def _check_use(
             raise ValueError(_COMPUTES)
         return None if enters else [0] * len(eqn.outvars)
 
-    arguments = step.inputs[len(step.consts) :]
-    tokens |= {v for v, x in zip(arguments, args, strict=True) if isinstance(x, Token)}
     Facts[int](0, union, rule, choice_counts=False).spread(step.eqns, dict.fromkeys(tokens, _TOKEN))
 
 
@@ -339,57 +335,44 @@ class Staged:
 
     def in_groups(self, name: str, slices: Iterable[Slice]) -> None:
         """Add consecutive slices in stages of about ``GROUP_BYTES`` each."""
-        group, size = list[Slice](), 0
-        for s in slices:
-            group.append(s)
-            size += bytes_of(s.loads)
-            if size >= GROUP_BYTES:
-                self.stages.append(Stage.of(name, *group))
-                group, size = [], 0
-        if group:
-            self.stages.append(Stage.of(name, *group))
+        slices = [*slices]
+        ahead = itertools.accumulate((bytes_of(s.loads) for s in slices), initial=0)
+        for _, group in itertools.groupby(zip(ahead, slices, strict=False), key=lambda each: each[0] // GROUP_BYTES):
+            self.stages.append(Stage.of(name, *(s for _, s in group)))
 
     def add(self, eqn: Equation) -> None:
         """Add an update: the device's share at once, and what comes from disk, or goes to the cores, in groups."""
-        update = localised(eqn)
+        update, info = localised(eqn), self.files.program.debug_info
         self.next_of |= update.next_values
-        if update.on_disk:
-            self.scattered |= _scattered(update)
-            for each in update.passes:
-                self.on_device("scalars", each.prelude)
-                self.in_groups(GROUP, self._from_disk(update, each.slices))
-            return
-        device, (first, *later) = _shares(update)
-        if len(self.stages) == 1 and update.take_turns:
-            self.in_turn = {v for v in update.gradients if math.prod(v.aval.shape) >= LARGE}.intersection(
-                device.operands
-            )
-        self.on_device(BEFORE, first.prelude)
-        if made := variables(device.program.outputs):
-            whole = slice_of([equation_of(device, eqn)], made, self.files.program.debug_info, {})
-            if device.planned:
-                self.stages.append(Stage.of("device", whole))
-            else:
-                self.on_device(BEFORE, whole)
-        self.in_groups(CORES, (p.slice for p in first.slices))
-        for each in later:
-            self.stages.append(Stage.of(CORES, each.prelude))
-            self.in_groups(CORES, (p.slice for p in each.slices))
+        device, passes = (None, update.passes) if update.on_disk else _shares(update)
+        large = {v for v in update.gradients if math.prod(v.aval.shape) >= LARGE}
+        if device is not None and update.take_turns and len(self.stages) == 1:
+            self.in_turn = large.intersection(device.operands)
+        for each in passes:
+            self.on_device("scalars", each.prelude)
+            if device is not None and each is passes[0] and (made := variables(device.program.outputs)):
+                whole = slice_of([equation_of(device, eqn)], made, info, {})
+                if device.planned:
+                    self.stages.append(Stage.of("device", whole))
+                else:
+                    self.on_device("device", whole)
+            slices = (p.slice for p in each.slices) if device is not None else self._from_disk(update, each.slices)
+            self.in_groups(GROUP if device is None else CORES, slices)
 
     def _from_disk(self, update: Update, planned: Sequence[Planned]) -> Iterator[Slice]:
         """Yield the slices of an update whose leaves are on disk, each whole or in parts with some of its rows."""
-        files, slices = (
-            self.files,
-            [s for each in update.passes for s in (each.prelude, *(p.slice for p in each.slices))],
-        )
-        read = (variables(eqn.invars) for eqn in files.program.eqns)
-        used = {*variables(files.outputs)}.union(*read, *(s.inputs for s in slices))
+        files = self.files
+        slices = [s for each in update.passes for s in (each.prelude, *(p.slice for p in each.slices))]
+        pins = {v: pin for s in slices for v, pin in s.pins.items() if v in update.gradients}
+        results, read = {*variables(files.outputs)}, [variables(eqn.invars) for eqn in files.program.eqns]
+        self.scattered |= {v: s for v, s in pins.items() if isinstance(s.mesh, Mesh) and v not in results}
+        used = results.union(*read, *(s.inputs for s in slices))
         leaves = {v: parts[0][0] for v, parts in files.writes.items() if len(parts) == 1 and v not in used}
         leaves |= {v: leaf for v, (leaf, _) in files.reads.items()}
         for p in planned:
             # ranges of rows that are together in the files of all leaves; a leaf that is used again is written whole
-            ends = [{*leaf.home.ends(leaf.name)} if (leaf := leaves.get(v)) else set[int]()
-                    for v in (*p.slice.loads, *p.slice.stores)]  # fmt: skip
+            found = [leaves.get(v) for v in (*p.slice.loads, *p.slice.stores)]
+            ends = [{*leaf.home.ends(leaf.name)} if leaf else set[int]() for leaf in found]
             ranges = [*pairwise([0, *sorted(set[int].intersection(*ends))])] if ends else []
             how = in_parts(p, update.next_values, update.on_disk) if len(ranges) > 1 else None
             if isinstance(how, Chunked) and how.shape[0] == how.shards * ranges[-1][1]:
@@ -405,13 +388,15 @@ class Staged:
         into = [v if old is None else old for v, old in zip(s.outputs, how.buffers, strict=True)]
         for begin, end in ranges:
             before = [v for v in s.outputs if v in now]
-            given = {v: self.files.part(v, how.shards, (begin, end)) if is_host_aval(v.aval) else now[v] for v in now
-                     if v in s.inputs}  # fmt: skip
+            rows = {
+                v: self.files.part(v, how.shards, (begin, end)) for v in (*s.inputs, *s.outputs) if is_host_aval(v.aval)
+            }
+            given = {v: rows.get(v, now[v]) for v in s.inputs}
             start = self.starts.setdefault(begin, Var(jax.typeof(np.int32(begin))))
             operands, results = [start, *given.values(), *(now[v] for v in before)], list[Var]()
             for v, of in zip(s.outputs, into, strict=True):
-                if is_host_aval(v.aval):
-                    new, old = self.files.part(v, how.shards, (begin, end)), given.get(of)
+                if v in rows:
+                    new, old = rows[v], given.get(of)
                 else:
                     new = v if end == ranges[-1][1] else Var(v.aval)
                     old = now.get(of, update.next_values.get(v))
@@ -469,17 +454,7 @@ def staged(files: OnFiles) -> Staged:
             step.add(eqn)
     if cut.after.outputs or cut.after.jaxpr.effects:
         step.on_device("after", cut.after)
-    outputs = {*variables(program.outputs)}
-    step.scattered = {v: s for v, s in step.scattered.items() if v not in outputs}
     return step
-
-
-def _scattered(update: Update) -> dict[Var, NamedSharding]:
-    """Return the gradients that an update divides first, with their shardings, where types do not tell."""
-    pins = {eqn.invars[0]: eqn.params["sharding"] for eqn in update.program.eqns
-            if eqn.primitive.name == "sharding_constraint" and isinstance(eqn.invars[0], Var)}  # fmt: skip
-    found = {v: pins[v] for v in update.gradients if v in pins}
-    return {v: s for v, s in found.items() if isinstance(s, NamedSharding) and isinstance(s.mesh, Mesh)}
 
 
 def _shares(update: Update) -> tuple[Update, Sequence[Schedule]]:
@@ -516,7 +491,8 @@ FOR_CORES, FOR_DISK = 1 / 12, 1 / 32
 _NOT_AGAIN = {"optimization_barrier", "device_put", "sharding_constraint", "reshard"}
 _VIEWS = ["broadcast_in_dim", "iota", "one_minus_square", "reshape", "squeeze", "transpose"]
 CHEAP = ELEMENTWISE.union(_VIEWS) - _NOT_AGAIN
-LATE = frozenset(("convert_element_type", "mul", "div", "neg"))  # arithmetic that the cores do as well
+# arithmetic that the cores do as well, of these types
+LATE, KERNEL_FLOATS = {"convert_element_type", "mul", "div", "neg"}, {np.dtype(np.float32), np.dtype(jnp.bfloat16)}
 
 
 def arranged(step: Staged, *, may_be_cut: bool) -> Staged:
@@ -538,7 +514,7 @@ def arranged(step: Staged, *, may_be_cut: bool) -> Staged:
         return slice_of([*again, *s.jaxpr.eqns], s.outputs, info, {})
 
     made = {v for eqn in eqns for v in eqn.outvars}
-    late = [eqn for eqn in eqns if eqn.primitive.name in LATE and all(map(_is_float, eqn.invars))]
+    late = [eqn for eqn in eqns if eqn.primitive.name in LATE and {v.aval.dtype for v in eqn.invars} <= KERNEL_FLOATS]
     for k, stage in enumerate(rest):
         if stage.on_cores:
             rest[k] = Stage.of(CORES, *(repeating(s, made, late) for s in stage.slices))
@@ -564,10 +540,6 @@ def arranged(step: Staged, *, may_be_cut: bool) -> Staged:
     for k, segment in enumerate(segments):
         stages += [Stage.of(BEFORE, segment), *(g for g, at in zip(groups, after, strict=True) if at == k)]
     return dataclasses.replace(step, stages=[*stages, *rest[len(groups) :]])
-
-
-def _is_float(v: Atom) -> bool:
-    return v.aval.dtype in (np.float32, jnp.bfloat16)
 
 
 def _in_one(slices: Sequence[Slice]) -> list[Equation]:

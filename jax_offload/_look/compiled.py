@@ -293,7 +293,7 @@ def _first_program(given: tuple[Any, Any], whole: Any, to: Target | None) -> Com
     if any(isinstance(getattr(sharding_of(x), "mesh", None), jax.sharding.AbstractMesh) for x in leaves):
         raise ValueError(_ON_ABSTRACT)
     donated = [info.donated for info in jax.tree.leaves(whole.args_info)]
-    driven = Driven(whole.jaxpr, leaves, donated, {}, {}, segments=False)
+    driven = Driven(whole.jaxpr, leaves, donated, ({}, {}), segments=False)
     task, program, of_step = driven.first
     at = {v: k for k, v in enumerate(of_step.arguments)}
     reused = {task.inputs[k] for k in task.reused}

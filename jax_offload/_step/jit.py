@@ -134,7 +134,7 @@ class Undone:
                 jit_of_jax(lambda results: results, out_shardings=places).eval_shape(types)
             donated = [info.donated for info in jax.tree.leaves(traced().args_info)]
             compiling = step._compiling(compiler_options("cuda")), step._compiling(options_for_sending("cuda"))
-            self.programs[key] = Driven(self.step, leaves, donated, *compiling)
+            self.programs[key] = Driven(self.step, leaves, donated, compiling)
         run = self.programs[key]
         result = jax.tree.unflatten(self.result, map(run.committed, typed_as(self.step.out_avals, run(leaves))))
         return result if places is None else _put(result, places)
