@@ -13,6 +13,7 @@ from __future__ import annotations
 import ctypes
 import dataclasses
 import functools
+import importlib.util
 import math
 import os
 import socket
@@ -193,11 +194,7 @@ _ALIGNED = 64  # bytes; XLA takes memory with this alignment without a copy
 @functools.cache
 def has_numba() -> bool:
     """Whether kernels can be compiled (extra ``cores``)."""
-    try:
-        import numba  # noqa: F401  # pyright: ignore
-    except ImportError:
-        return False
-    return True
+    return importlib.util.find_spec("numba") is not None
 
 
 @functools.cache

@@ -21,21 +21,8 @@ from jax.core import Tracer
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
 from jax_offload._disk.leaves import Token
-from jax_offload._host import cores
-from jax_offload._host.stages import (
-    BEFORE,
-    Part,
-    Stage,
-    Staged,
-    arranged,
-    bytes_of,
-    files_of,
-    in_turn,
-    is_sent,
-    linked,
-    sending_rows,
-    staged,
-)
+from jax_offload._host import cores, stages
+from jax_offload._host.stages import BEFORE, Part, Stage, Staged, bytes_of, is_sent
 from jax_offload._program import memory
 from jax_offload._program.jaxprs import ClosedJaxpr, Equation, Literal, Var, jax_fun, jit, values_of, variables
 from jax_offload._program.memory import DEVICE_KIND, HOST_KIND, is_host_aval, on_host, to_host, with_kind
@@ -76,8 +63,8 @@ class Driven:
         if not is_driven(step):  # an update without results does not run
             step = ClosedJaxpr(without_dead_code(step.jaxpr, keep_inputs=True)[0], step.consts)
         program = dereferenced(flat(step, any_jit=True), any_jit=True)
-        self.files = files_of(unguarded(program), args)
-        found = staged(self.files)
+        self.files = stages.files_of(unguarded(program), args)
+        found = stages.staged(self.files)
         self._options = options
         self._compiled, self._key_of = dict[Hashable, Callable[..., Any]](), numbered()
         read = {*found.results, *(v for stage in found.stages for v in stage.inputs)}
@@ -109,14 +96,14 @@ class Driven:
         """The step in the programs that overlap best, or, if the check finds a fault there, as first cut."""
         free = self.donated | {*self.files.reads}
         try:
-            found = arranged(step, may_be_cut=segments and self._may_be_cut(step)) if step.stages else step
-            stages = linked(found, free)
-            nodes = [Node(s, s.inputs, [v for each in s.slices for v in each.outputs], takes=s.free) for s in stages]
+            found = stages.arranged(step, may_be_cut=segments and self._may_be_cut(step)) if step.stages else step
+            linked = stages.linked(found, free)
+            nodes = [Node(s, s.inputs, [v for each in s.slices for v in each.outputs], takes=s.free) for s in linked]
             check_order(nodes, [*found.consts, *found.arguments, *self.files.reads], found.results)
-            return found, stages
+            return found, linked
         except Exception as fault:
             tell("the step runs in fewer programs", fault)
-            return step, linked(step, free)
+            return step, stages.linked(step, free)
 
     def _may_be_cut(self, step: Staged) -> bool:
         """Whether the pass may be in several programs: each would reduce gradients of replicated parameters by itself.
@@ -131,12 +118,12 @@ class Driven:
 
     def _tasks(self) -> Iterator[Node]:
         """Yield the tasks in order. The payload of each computes what it makes from what it reads."""
-        stages, files = self._stages, self.files
-        by_device = {v for stage in stages if not stage.on_cores for v in stage.inputs} | {*self._step.results}
+        order, files = self._stages, self.files
+        by_device = {v for stage in order if not stage.on_cores for v in stage.inputs} | {*self._step.results}
         known, writing = {*self._step.consts, *self._step.arguments}, deque[tuple[int, list[Var]]]()  # groups, by bytes
         there, reading = dict[Var, Var](), dict[Var, Var]()  # values as the cores know them; reads that have begun
-        writable, written = self._writable(stages), list[Var]()  # what kernels overwrite
-        runs = [self._run_by(stage, writable, written) for stage in stages]
+        writable, written = self._writable(order), list[Var]()  # what kernels overwrite
+        runs = [self._run_by(stage, writable, written) for stage in order]
 
         def sends(stage: Stage, but: Sequence[Var] = ()) -> Iterator[Node]:
             for v in stage.inputs if stage.on_cores else ():
@@ -144,19 +131,19 @@ class Driven:
                     there[v] = Var(v.aval)
                     yield Node(partial(_single, cores.sent), [v], [there[v]])
 
-        for k, (stage, run, due) in enumerate(zip(stages, runs, files.due(stages), strict=True)):
-            for following in stages[k + 1 : k + 2]:
+        for k, (stage, run, due) in enumerate(zip(order, runs, files.due(order), strict=True)):
+            for following in order[k + 1 : k + 2]:
                 yield from sends(following, written if k == 0 else ())
             while stage.name != BEFORE and len(writing) > _beside(size for size, _ in reversed(writing)):
                 yield Node(_waited, writing.popleft()[1], [])  # the pass waits for no write
-            for v in self._ahead(stages[k:]):
+            for v in self._ahead(order[k:]):
                 if v not in reading:
                     reading[v] = Var(v.aval)
                     leaf, rows = files.reads[v]
                     fetch = partial(leaf.home.fetch, leaf.name, self.place(v), rows)
                     yield Node(partial(_single, fetch), [], [reading[v]])
-            fetched = (v for v in stage.inputs if v in files.reads)
-            yield from (Node(partial(_single, Future.result), [reading[v]], [v]) for v in fetched)
+            arrived = {v: Var(v.aval) for v in stage.inputs if v in files.reads}  # a later stage reads it again
+            yield from (Node(partial(_single, Future.result), [reading.pop(v)], [x]) for v, x in arrived.items())
             yield from sends(stage)
             there |= {v: Var(v.aval) for v in (stage.outputs if stage.on_cores else stage.down)}
             if stage.on_cores:
@@ -165,7 +152,8 @@ class Driven:
                     bring = partial(cores.brought_back, sharding=self.place(v))
                     yield Node(partial(_single, bring), [there[v]], [v])
             else:
-                yield Node(run, stage.inputs, [*stage.outputs, *(there[v] for v in stage.down)])
+                reads = [arrived.get(v, v) for v in stage.inputs]
+                yield Node(run, reads, [*stage.outputs, *(there[v] for v in stage.down)])
             known.update(stage.outputs)
             if k == 0 and written:
                 # behind the first program, whose gradients the cores wait for, and ahead of all others
@@ -176,20 +164,20 @@ class Driven:
                 yield Node(partial(_put, writes), due, begun)
                 writing.append((bytes_of(due), begun))
 
-    def _ahead(self, stages: Sequence[Stage]) -> list[Var]:
+    def _ahead(self, order: Sequence[Stage]) -> list[Var]:
         """Return the leaves to read before a stage: its own, or else the next stage's, and later ones that fit in
         ``AT_ONCE``."""
-        fetched = [[v for v in stage.inputs if v in self.files.reads] for stage in stages]
+        fetched = [[v for v in stage.inputs if v in self.files.reads] for stage in order]
         nearest, *following = [*itertools.islice(filter(None, fetched), DEPTH + bool(fetched[0]))] or [[]]
         return [*nearest, *itertools.chain(*following[: _beside(map(bytes_of, following))])]
 
-    def _writable(self, stages: Sequence[Stage]) -> set[Var]:
+    def _writable(self, order: Sequence[Stage]) -> set[Var]:
         """Return the donated leaves in host memory that the cores may overwrite: at most one stage beside the first
         reads them."""
         if not cores.has_addresses(self._devices):
             return set()
         on_cpus = cores.on_cpus(self._devices)
-        read_by = Counter(v for stage in stages[1:] for v in stage.inputs)  # the first has been started by then
+        read_by = Counter(v for stage in order[1:] for v in stage.inputs)  # the first has been started by then
         found = {v for v in self.donated if read_by[v] == 1 and (is_host_aval(v.aval) or on_cpus)}
         # an argument without a place, such as a NumPy array, is not committed to these devices
         return {v for v in found if v in self._places and {*self._places[v].device_set} == self._devices}
@@ -222,10 +210,10 @@ class Driven:
         turns = [k for k, v in enumerate(stage.outputs) if v in self._step.in_turn and stage.name == BEFORE]
         key = structure(jaxpr, self._key_of), stage.name, n, stage.reused, tuple(places), tuple(turns)
         if key not in self._compiled:
-            run = jax_fun(ClosedJaxpr(sending_rows(jaxpr, n) if len(self._devices) == 1 else jaxpr, []))
+            run = jax_fun(ClosedJaxpr(stages.sending_rows(jaxpr, n) if len(self._devices) == 1 else jaxpr, []))
 
             def program(*operands: Any) -> list[Any]:
-                results = in_turn(run(*operands), turns)
+                results = stages.in_turn(run(*operands), turns)
                 return guarded([*results[:n], *map(to_host, results[n:])], list(operands))
 
             program.__name__ = f"step_{stage.name}"

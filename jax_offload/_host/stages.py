@@ -164,18 +164,15 @@ class OnFiles:
     def due(self, stages: Sequence[Stage]) -> list[list[Var]]:
         """Return the results to write after each stage: no later one reads them or the old values of their rows."""
         last = {v: k for k, stage in enumerate(stages) for v in (*stage.outputs, *stage.inputs)}
-        old = [(leaf, rows, last.get(v, 0)) for v, (leaf, rows) in self.reads.items()]
-        read_by = {leaf: [(rows, k) for other, rows, k in old if other == leaf] for leaf, _, _ in old}
         due: list[list[Var]] = [[] for _ in stages]
+        read_by = dict[Place, list[tuple[Var, Range | None]]]()
+        for v, (leaf, rows) in self.reads.items():
+            read_by.setdefault(leaf, []).append((v, rows))
         for v, parts in self.writes.items():
-            waits = [k for leaf, rows in parts for other, k in read_by.get(leaf, ()) if _overlap(other, rows)]
-            due[max([last.get(v, 0), *waits])].append(v)
+            old = [x for leaf, rows in parts for x, other in read_by.get(leaf, ())
+                   if other is None or rows is None or max(rows[0], other[0]) < min(rows[1], other[1])]  # fmt: skip
+            due[max(last.get(x, 0) for x in (v, *old))].append(v)
         return due
-
-
-def _overlap(a: Range | None, b: Range | None) -> bool:
-    """Whether two ranges of a leaf's rows have rows in common; ``None`` has all."""
-    return a is None or b is None or (a[0] < b[1] and b[0] < a[1])
 
 
 _COMPUTES = (
@@ -485,8 +482,9 @@ def _shares(update: Update) -> tuple[Update, Sequence[Schedule]]:
 # cheap values (elementwise arithmetic) are computed again if their operands are no larger. The cores do the last
 # arithmetic on their gradients in the same way: a gradient that is cast to float32 goes down in bfloat16.
 
-# The least share of the arithmetic in each program but the first: the host needs a tenth of a program's run time to
-# start it. A state on disk takes longer, and with more programs gradients are freed earlier.
+# The least share of the arithmetic in each program but the first, which ends with the first group's gradients: the host
+# needs a tenth of a program's run time to start it. A state on disk takes longer, and with more programs gradients are
+# freed earlier.
 FOR_CORES, FOR_DISK = 1 / 12, 1 / 32
 _NOT_AGAIN = {"optimization_barrier", "device_put", "sharding_constraint", "reshard"}
 _VIEWS = ["broadcast_in_dim", "iota", "one_minus_square", "reshape", "squeeze", "transpose"]
@@ -526,8 +524,11 @@ def arranged(step: Staged, *, may_be_cut: bool) -> Staged:
         ready.append(max((ends.get(v, 0) for v in group.inputs), default=0))
         ends |= dict.fromkeys(group.outputs, ready[-1])
     on_disk = any(group.name == GROUP for group in groups)
-    whole = not may_be_cut or any(eqn.effects for eqn in eqns)
-    cuts = [] if whole else _cuts(eqns, ready, FOR_DISK if on_disk else FOR_CORES)
+    done, cuts = [0.0, *itertools.accumulate(map(jaxprs.flops, eqns))], list[int]()
+    for place in sorted({*ready} - {0}) if may_be_cut and not any(eqn.effects for eqn in eqns) else ():
+        shares = [done[-1] - done[place], *(done[place] - done[cut] for cut in cuts[-1:])]
+        if min(shares) >= (FOR_DISK if on_disk else FOR_CORES) * done[-1] > 0:
+            cuts.append(place)  # the number of equations after which a program ends, with the gradients of a group
     segments = list[Slice]()
     for start, end in reversed([*pairwise([0, *cuts, len(eqns)])]):
         made = {v for eqn in eqns[:start] for v in eqn.outvars}
@@ -553,25 +554,6 @@ def _in_one(slices: Sequence[Slice]) -> list[Equation]:
             found.append((at, eqn))
             made.update(dict.fromkeys(eqn.outvars, at))
     return [eqn for _, eqn in sorted(found, key=lambda each: each[0])]
-
-
-def _cuts(eqns: Sequence[Equation], ready: Sequence[int], least: float) -> list[int]:
-    """Return the number of equations after which each program but the last ends: with the gradients of a group.
-
-    The first program ends with the first group's gradients. Each later one has its share of the arithmetic.
-
-    Args:
-      eqns: the pass.
-      ready: for each group of the update, the number of equations after which its gradients exist.
-      least: the least share of the arithmetic in a program.
-    """
-    done = [0.0, *itertools.accumulate(map(jaxprs.flops, eqns))]
-    cuts: list[int] = []
-    for place in sorted({*ready} - {0}):
-        beside = [done[-1] - done[place], *(done[place] - done[cut] for cut in cuts[-1:])]
-        if min(beside) >= least * done[-1] > 0:
-            cuts.append(place)
-    return cuts
 
 
 # ---- exchange between stages -----------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ import pytest
 
 import jax_offload as jo
 from jax_offload._emit.region import Update, is_update
-from jax_offload._host import driver as driven
+from jax_offload._host import stages as driven
 from jax_offload._rewrite import rewritten
 from jax_offload._step import rotated
 from tests.support.steps import ADAMW, assert_as_plain, offloaded, step_of
