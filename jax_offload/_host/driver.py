@@ -12,7 +12,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence, Set
 from concurrent.futures import Future
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -23,12 +23,13 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDev
 from jax_offload._disk.leaves import Token
 from jax_offload._host import cores, stages
 from jax_offload._host.stages import BEFORE, Part, Stage, Staged, bytes_of, is_sent
-from jax_offload._program import memory
-from jax_offload._program.jaxprs import ClosedJaxpr, Equation, Literal, Var, jax_fun, jit, values_of, variables
+from jax_offload._program import jaxprs, memory
+from jax_offload._program.arrays import nbytes
+from jax_offload._program.jaxprs import ClosedJaxpr, Equation, Jaxpr, Literal, Var, jax_fun, jit, values_of, variables
 from jax_offload._program.memory import DEVICE_KIND, HOST_KIND, is_host_aval, on_host, to_host, with_kind
-from jax_offload._program.primitives import guarded
+from jax_offload._program.primitives import guarded, opaque, together
 from jax_offload._program.private import without_dead_code
-from jax_offload._program.program import flat, is_load, is_store, numbered, structure, unguarded
+from jax_offload._program.program import Builder, flat, is_load, is_store, numbered, structure, unguarded
 from jax_offload._program.propagate import Node
 from jax_offload._rewrite.canonical import dereferenced
 from jax_offload._rewrite.rewritten import check_order, is_driven, tell
@@ -210,10 +211,10 @@ class Driven:
         turns = [k for k, v in enumerate(stage.outputs) if v in self._step.in_turn and stage.name == BEFORE]
         key = structure(jaxpr, self._key_of), stage.name, n, stage.reused, tuple(places), tuple(turns)
         if key not in self._compiled:
-            run = jax_fun(ClosedJaxpr(stages.sending_rows(jaxpr, n) if len(self._devices) == 1 else jaxpr, []))
+            run = jax_fun(ClosedJaxpr(_sending_rows(jaxpr, n) if len(self._devices) == 1 else jaxpr, []))
 
             def program(*operands: Any) -> list[Any]:
-                results = stages.in_turn(run(*operands), turns)
+                results = _in_turn(run(*operands), turns)
                 return guarded([*results[:n], *map(to_host, results[n:])], list(operands))
 
             program.__name__ = f"step_{stage.name}"
@@ -390,3 +391,56 @@ def _copied(x: Any) -> Any:
     if not isinstance(x, jax.Array):
         return x
     return memory.copy_on_host(x) if on_host(x) else jnp.copy(x)
+
+
+# ---- within one of the programs --------------------------------------------------------------------------------------
+
+LEAST_ROW = 2**16  # bytes; smaller rows go down together, at the end of the program
+
+
+def _sending_rows(jaxpr: Jaxpr, n: int) -> Jaxpr:
+    """Let scans send the results after the first ``n`` to host memory row by row, if nothing else in it reads them.
+
+    Such a stack never exists on the device, and its rows are copied during the matmuls of the pass.
+    """
+    times = Counter(v for atoms in (*(eqn.invars for eqn in jaxpr.eqns), jaxpr.outvars) for v in variables(atoms))
+    sent = {v for v in variables(jaxpr.outvars[n:]) if times[v] == 1}
+    hosts: dict[Var, Var] = {}
+    eqns: list[Equation] = []
+    for eqn in jaxpr.eqns:
+        scan = jaxprs.scan_of(eqn)
+        ys = [y for y in scan.ys if y in sent and nbytes(y.aval) >= scan.length * LEAST_ROW] if scan else []
+        if scan is not None and ys and not scan.body.consts:
+            hosts |= {y: Var(cast(Any, y.aval).update(memory_space=jax.memory.Space.Host)) for y in ys}
+            body, new = scan.body.jaxpr, Builder([*scan.body.jaxpr.eqns])
+            rows = body.outvars[len(scan.carry) :]
+            with eqn.ctx.manager:
+                rows = [new.run(to_host, x)[0] if y in hosts else x for x, y in zip(rows, scan.ys, strict=True)]
+            traced = ClosedJaxpr(jaxprs.jaxpr_like(body, new.eqns, [*body.outvars[: len(scan.carry)], *rows]), [])
+            # not unrolled: rows of several iterations would be put together in host memory
+            params = eqn.params | {"jaxpr": traced, "unroll": 1}
+            eqn = eqn.replace(params=params, outvars=[hosts.get(v, v) for v in eqn.outvars])
+        eqns.append(eqn)
+    return jaxprs.jaxpr_like(jaxpr, eqns, [jaxprs.renamed(hosts, v) for v in jaxpr.outvars]) if hosts else jaxpr
+
+
+def _in_turn(results: Sequence[Any], turns: Sequence[int]) -> list[Any]:
+    """Let each of some results wait for the one before, and the smallest of the others wait for all.
+
+    Nothing else asks for gradients that stay on the device: XLA would put their matmuls off to the end of the program,
+    and keep the activations of all layers. Gradients that are all copied to the host need no such order.
+    """
+    found = list(results)
+    if len(turns) < 2:
+        return found
+    # XLA must compute each gradient when its turn comes, because one of its numbers counts, times a zero unknown to XLA
+    read, zero = opaque(jnp.int32(0)), opaque(jnp.int32(0))
+    for k in turns:
+        found[k], read = together((found[k], read))
+        first = jax.lax.slice(found[k], [0] * found[k].ndim, [1] * found[k].ndim).reshape(())
+        read |= jnp.real(first).astype(jnp.int32) & zero
+    others = {*range(len(found))}.difference(turns)
+    others = [k for k in others if not on_host(found[k]) and not jnp.issubdtype(found[k].dtype, jax.dtypes.extended)]
+    last = min(others or turns, key=lambda k: nbytes(jax.typeof(found[k])))
+    found[last] = jnp.where(read == 0, found[last], jnp.zeros((), found[last].dtype))
+    return found

@@ -27,8 +27,8 @@ from jax_offload._emit.run import SliceRunner, group_looped
 from jax_offload._program import jaxprs
 from jax_offload._program.arrays import nbytes
 from jax_offload._program.jaxprs import Atom, ClosedJaxpr, DropVar, Equation, Jaxpr, Var, variables
-from jax_offload._program.memory import HOST_KIND, is_host_aval, on_host, to_host
-from jax_offload._program.primitives import CHECKPOINT, ELEMENTWISE, opaque, together
+from jax_offload._program.memory import HOST_KIND, is_host_aval
+from jax_offload._program.primitives import CHECKPOINT, ELEMENTWISE
 from jax_offload._program.program import Builder, Program, as_program
 from jax_offload._program.propagate import Facts, needed_for, union
 from jax_offload._program.slices import Slice, consecutive, slice_of
@@ -586,56 +586,3 @@ def linked(step: Staged, donated: Set[Var]) -> list[Stage]:
 def is_sent(x: Any) -> bool:
     """Whether an array, or a type, comes to the cores through host memory: no scalar, no PRNG keys."""
     return len(x.shape) > 0 and not jnp.issubdtype(x.dtype, jax.dtypes.extended)
-
-
-# ---- within one of the programs --------------------------------------------------------------------------------------
-
-LEAST_ROW = 2**16  # bytes; smaller rows go down together, at the end of the program
-
-
-def sending_rows(jaxpr: Jaxpr, n: int) -> Jaxpr:
-    """Let scans send the results after the first ``n`` to host memory row by row, if nothing else in it reads them.
-
-    Such a stack never exists on the device, and its rows are copied during the matmuls of the pass.
-    """
-    times = Counter(v for atoms in (*(eqn.invars for eqn in jaxpr.eqns), jaxpr.outvars) for v in variables(atoms))
-    sent = {v for v in variables(jaxpr.outvars[n:]) if times[v] == 1}
-    hosts: dict[Var, Var] = {}
-    eqns: list[Equation] = []
-    for eqn in jaxpr.eqns:
-        scan = jaxprs.scan_of(eqn)
-        ys = [y for y in scan.ys if y in sent and nbytes(y.aval) >= scan.length * LEAST_ROW] if scan else []
-        if scan is not None and ys and not scan.body.consts:
-            hosts |= {y: Var(cast(Any, y.aval).update(memory_space=jax.memory.Space.Host)) for y in ys}
-            body, new = scan.body.jaxpr, Builder([*scan.body.jaxpr.eqns])
-            rows = body.outvars[len(scan.carry) :]
-            with eqn.ctx.manager:
-                rows = [new.run(to_host, x)[0] if y in hosts else x for x, y in zip(rows, scan.ys, strict=True)]
-            traced = ClosedJaxpr(jaxprs.jaxpr_like(body, new.eqns, [*body.outvars[: len(scan.carry)], *rows]), [])
-            # not unrolled: rows of several iterations would be put together in host memory
-            params = eqn.params | {"jaxpr": traced, "unroll": 1}
-            eqn = eqn.replace(params=params, outvars=[hosts.get(v, v) for v in eqn.outvars])
-        eqns.append(eqn)
-    return jaxprs.jaxpr_like(jaxpr, eqns, [jaxprs.renamed(hosts, v) for v in jaxpr.outvars]) if hosts else jaxpr
-
-
-def in_turn(results: Sequence[Any], turns: Sequence[int]) -> list[Any]:
-    """Let each of some results wait for the one before, and the smallest of the others wait for all.
-
-    Nothing else asks for gradients that stay on the device: XLA would put their matmuls off to the end of the program,
-    and keep the activations of all layers. Gradients that are all copied to the host need no such order.
-    """
-    found = list(results)
-    if len(turns) < 2:
-        return found
-    # XLA must compute each gradient when its turn comes, because one of its numbers counts, times a zero unknown to XLA
-    read, zero = opaque(jnp.int32(0)), opaque(jnp.int32(0))
-    for k in turns:
-        found[k], read = together((found[k], read))
-        first = jax.lax.slice(found[k], [0] * found[k].ndim, [1] * found[k].ndim).reshape(())
-        read |= jnp.real(first).astype(jnp.int32) & zero
-    others = {*range(len(found))}.difference(turns)
-    others = [k for k in others if not on_host(found[k]) and not jnp.issubdtype(found[k].dtype, jax.dtypes.extended)]
-    last = min(others or turns, key=lambda k: nbytes(jax.typeof(found[k])))
-    found[last] = jnp.where(read == 0, found[last], jnp.zeros((), found[last].dtype))
-    return found
