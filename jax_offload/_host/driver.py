@@ -10,7 +10,6 @@ import functools
 import itertools
 from collections import Counter, deque
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence, Set
-from concurrent.futures import Future
 from functools import partial
 from typing import Any, cast
 
@@ -85,13 +84,6 @@ class Driven:
         self.donated = {v for v, given in zip(own, donated, strict=True) if given}
         self._bring = jit(lambda xs: xs, out_shardings=self._everywhere)
         self._step, self._stages = self._scheduled(found, segments)
-        tasks = [*self._tasks()]
-        last = {v: k for k, task in enumerate(tasks) for v in (*task.reads, *task.makes)}
-        kept = {*variables(self.files.outputs)}
-        gone: list[list[Var]] = [[] for _ in tasks]
-        for v in last.keys() - kept:
-            gone[last[v]].append(v)
-        self._todo = [*zip(tasks, gone, strict=True)]
 
     def _scheduled(self, step: Staged, segments: bool) -> tuple[Staged, list[Stage]]:
         """The step in the programs that overlap best, or, if the check finds a fault there, as first cut."""
@@ -117,6 +109,16 @@ class Driven:
 
     # ---- its tasks ---------------------------------------------------------------------------------------------------
 
+    @functools.cached_property
+    def _todo(self) -> list[tuple[Node, list[Var]]]:
+        """The tasks in order, each with the values that nobody reads after it."""
+        tasks = [*self._tasks()]
+        last = {v: k for k, task in enumerate(tasks) for v in (*task.reads, *task.makes)}
+        gone: list[list[Var]] = [[] for _ in tasks]
+        for v in last.keys() - {*variables(self.files.outputs)}:
+            gone[last[v]].append(v)
+        return [*zip(tasks, gone, strict=True)]
+
     def _tasks(self) -> Iterator[Node]:
         """Yield the tasks in order. The payload of each computes what it makes from what it reads."""
         order, files = self._stages, self.files
@@ -126,32 +128,30 @@ class Driven:
         writable, written = self._writable(order), list[Var]()  # what kernels overwrite
         runs = [self._run_by(stage, writable, written) for stage in order]
 
-        def sends(stage: Stage, but: Sequence[Var] = ()) -> Iterator[Node]:
+        def sends(stage: Stage) -> Iterator[Node]:
             for v in stage.inputs if stage.on_cores else ():
-                if v in known and v not in there and v not in but and is_sent(v.aval) and not is_host_aval(v.aval):
+                if v in known and v not in there and is_sent(v.aval) and not is_host_aval(v.aval):
                     there[v] = Var(v.aval)
-                    yield Node(partial(_single, cores.sent), [v], [there[v]])
+                    yield Node(lambda x: [cores.sent(x)], [v], [there[v]])
 
         for k, (stage, run, due) in enumerate(zip(order, runs, files.due(order), strict=True)):
-            for following in order[k + 1 : k + 2]:
-                yield from sends(following, written if k == 0 else ())
+            for following in order[k + 1 : k + 2] if k else ():
+                yield from sends(following)
             while stage.name != BEFORE and len(writing) > _beside(size for size, _ in reversed(writing)):
                 yield Node(_waited, writing.popleft()[1], [])  # the pass waits for no write
             for v in self._ahead(order[k:]):
                 if v not in reading:
                     reading[v] = Var(v.aval)
-                    leaf, rows = files.reads[v]
-                    fetch = partial(leaf.home.fetch, leaf.name, self.place(v), rows)
-                    yield Node(partial(_single, fetch), [], [reading[v]])
+                    yield Node(partial(_fetch, files.reads[v], self.place(v)), [], [reading[v]])
             arrived = {v: Var(v.aval) for v in stage.inputs if v in files.reads}  # a later stage reads it again
-            yield from (Node(partial(_single, Future.result), [reading.pop(v)], [x]) for v, x in arrived.items())
+            yield from (Node(lambda begun: [begun.result()], [reading.pop(v)], [x]) for v, x in arrived.items())
             yield from sends(stage)
             there |= {v: Var(v.aval) for v in (stage.outputs if stage.on_cores else stage.down)}
             if stage.on_cores:
                 yield Node(run, [there.get(v, v) for v in stage.inputs], [there[v] for v in stage.outputs])
                 for v in (v for v in stage.outputs if v in by_device):
-                    bring = partial(cores.brought_back, sharding=self.place(v))
-                    yield Node(partial(_single, bring), [there[v]], [v])
+                    place = self.place(v)
+                    yield Node(lambda x, to=place: [cores.brought_back(x, to)], [there[v]], [v])
             else:
                 reads = [arrived.get(v, v) for v in stage.inputs]
                 yield Node(run, reads, [*stage.outputs, *(there[v] for v in stage.down)])
@@ -177,11 +177,11 @@ class Driven:
         reads them."""
         if not cores.has_addresses(self._devices):
             return set()
-        on_cpus = cores.on_cpus(self._devices)
         read_by = Counter(v for stage in order[1:] for v in stage.inputs)  # the first has been started by then
-        found = {v for v in self.donated if read_by[v] == 1 and (is_host_aval(v.aval) or on_cpus)}
+        found = {v for v in self.donated if is_host_aval(v.aval) or cores.on_cpus(self._devices)}
         # an argument without a place, such as a NumPy array, is not committed to these devices
-        return {v for v in found if v in self._places and {*self._places[v].device_set} == self._devices}
+        placed = {v for v in found if v in self._places and {*self._places[v].device_set} == self._devices}
+        return {v for v in placed if read_by[v] == 1}
 
     def _run_by(self, stage: Stage, writable: Set[Var], written: list[Var]) -> Callable[..., Sequence[Any]]:
         """Return the runner of a stage: a program of XLA, one pass of the cores, or driven branches and loops.
@@ -208,7 +208,8 @@ class Driven:
     def _program(self, stage: Stage) -> Callable[..., Sequence[Any]]:
         """Make the program of a stage; stages that do the same share it."""
         jaxpr, n, places = stage.jaxpr, len(stage.outputs), self.result_places(stage)
-        turns = [k for k, v in enumerate(stage.outputs) if v in self._step.in_turn and stage.name == BEFORE]
+        made = [*stage.outputs, *stage.down]
+        turns = [made.index(v) for eqn in jaxpr.eqns for v in eqn.outvars if v in self._step.in_turn and v in made]
         key = structure(jaxpr, self._key_of), stage.name, n, stage.reused, tuple(places), tuple(turns)
         if key not in self._compiled:
             run = jax_fun(ClosedJaxpr(_sending_rows(jaxpr, n) if len(self._devices) == 1 else jaxpr, []))
@@ -315,9 +316,9 @@ def _forget(values: dict[Var, Any], gone: Iterable[Var], donated: Mapping[int, A
             x.delete()
 
 
-def _single(fun: Callable[..., Any], *operands: Any) -> list[Any]:
-    """Run a function with one result as a task."""
-    return [fun(*operands)]
+def _fetch(part: Part, to: Sharding) -> list[Any]:
+    leaf, rows = part
+    return [leaf.home.fetch(leaf.name, to, rows)]
 
 
 def _put(writes: Sequence[Sequence[Part]], *values: Any) -> list[Any]:
@@ -430,7 +431,7 @@ def _in_turn(results: Sequence[Any], turns: Sequence[int]) -> list[Any]:
     Nothing else asks for gradients that stay on the device: XLA would put their matmuls off to the end of the program,
     and keep the activations of all layers. Gradients that are all copied to the host need no such order.
     """
-    found = list(results)
+    found, turns = list(results), [k for k in turns if not on_host(results[k])]
     if len(turns) < 2:
         return found
     # XLA must compute each gradient when its turn comes, because one of its numbers counts, times a zero unknown to XLA

@@ -164,8 +164,7 @@ class OnFiles:
     def due(self, stages: Sequence[Stage]) -> list[list[Var]]:
         """Return the results to write after each stage: no later one reads them or the old values of their rows."""
         last = {v: k for k, stage in enumerate(stages) for v in (*stage.outputs, *stage.inputs)}
-        due: list[list[Var]] = [[] for _ in stages]
-        read_by = dict[Place, list[tuple[Var, Range | None]]]()
+        due, read_by = [list[Var]() for _ in stages], dict[Place, list[tuple[Var, Range | None]]]()
         for v, (leaf, rows) in self.reads.items():
             read_by.setdefault(leaf, []).append((v, rows))
         for v, parts in self.writes.items():
@@ -295,7 +294,7 @@ class Staged:
       files: the step, with its leaves on disk.
       stages: its programs, in order.
       next_of: result of an update -> the variable of the step whose next value it is.
-      in_turn: large gradients that stay on the device, and wait for one another in the pass.
+      in_turn: the large gradients, which wait for one another in the pass if some of them stay on the device.
       scattered: gradient that an update from disk divides further (ZeRO-1) -> its sharding. The program that makes it
         divides it; otherwise every device would hold it whole until the update.
       starts: number of a first row -> its variable, an operand of parts.
@@ -304,7 +303,7 @@ class Staged:
     files: OnFiles
     stages: list[Stage] = dataclasses.field(default_factory=list[Stage])
     next_of: dict[Var, Var] = dataclasses.field(default_factory=dict[Var, Var])
-    in_turn: Set[Var] = frozenset()
+    in_turn: frozenset[Var] = frozenset()
     scattered: dict[Var, NamedSharding] = dataclasses.field(default_factory=dict[Var, NamedSharding])
     starts: dict[int, Var] = dataclasses.field(default_factory=dict[int, Var])
 
@@ -342,9 +341,9 @@ class Staged:
         update, info = localised(eqn), self.files.program.debug_info
         self.next_of |= update.next_values
         device, passes = (None, update.passes) if update.on_disk else _shares(update)
-        large = {v for v in update.gradients if math.prod(v.aval.shape) >= LARGE}
-        if device is not None and update.take_turns and len(self.stages) == 1:
-            self.in_turn = large.intersection(device.operands)
+        large = frozenset(v for v in update.gradients if math.prod(v.aval.shape) >= LARGE)
+        if device is not None and update.take_turns and len(self.stages) == 1 and large & {*device.operands}:
+            self.in_turn = large
         for each in passes:
             self.on_device("scalars", each.prelude)
             if device is not None and each is passes[0] and (made := variables(device.program.outputs)):
@@ -540,14 +539,15 @@ def arranged(step: Staged, *, may_be_cut: bool) -> Staged:
     stages = list[Stage]()
     for k, segment in enumerate(segments):
         stages += [Stage.of(BEFORE, segment), *(g for g, at in zip(groups, after, strict=True) if at == k)]
-    return dataclasses.replace(step, stages=[*stages, *rest[len(groups) :]])
+    read = (v for stage in rest if stage.on_cores for v in stage.inputs if math.prod(v.aval.shape) >= LARGE)
+    in_turn = step.in_turn and step.in_turn.union(read)  # what the cores cast takes its turn before that
+    return dataclasses.replace(step, stages=[*stages, *rest[len(groups) :]], in_turn=in_turn)
 
 
 def _in_one(slices: Sequence[Slice]) -> list[Equation]:
     """Return the equations of the pass and of slices after it, each of these as soon as its operands exist: the
     update's groups then wait for a learning rate, and not for the gradients of leaves that stay on the device."""
-    made: dict[Var, int] = {}  # by which equation of the pass
-    found: list[tuple[int, Equation]] = []
+    made, found = dict[Var, int](), list[tuple[int, Equation]]()  # by which equation of the pass
     for s in slices:
         for k, eqn in enumerate(s.jaxpr.eqns):
             at = k if s is slices[0] else max((made.get(v, -1) for v in variables(eqn.invars)), default=-1)
