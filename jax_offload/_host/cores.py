@@ -30,7 +30,7 @@ from jax.sharding import Mesh, Sharding, SingleDeviceSharding
 from jax_offload._disk.disk import allgathered
 from jax_offload._host.stages import Stage
 from jax_offload._program import jaxprs, memory
-from jax_offload._program.jaxprs import ClosedJaxpr, Equation, Jaxpr, Literal, Var, jit, values_of, variables
+from jax_offload._program.jaxprs import Equation, Jaxpr, Literal, Var, jit, values_of, variables
 from jax_offload._program.memory import DEVICE_KIND, HOST_KIND, Box, is_host_aval, on_host, to_device, with_kind
 from jax_offload._program.program import flat
 from jax_offload._program.slices import Slice
@@ -372,7 +372,7 @@ def kernel_of(s: Slice, over: Mapping[int, int]) -> Kernel:
     Raises:
       _NotElementwise: one of its equations is not elementwise.
     """
-    program = flat(ClosedJaxpr(s.jaxpr, []), any_jit=True)
+    program = flat(s.closed, any_jit=True)
     inputs, outputs = program.inputs, variables(program.outputs)
     (shape, *more) = {v.aval.shape for v in outputs} or {()}
     every = {v.aval.shape for v in (*inputs, *(v for eqn in program.eqns for v in eqn.outvars))}

@@ -77,7 +77,7 @@ class Stage:
     @property
     def inner(self) -> Equation | None:
         """The ``cond`` or ``while`` that holds an update, whose jaxprs are driven from Python in their turn."""
-        return self.slices[0].jaxpr.eqns[0] if self.name == INNER else None
+        return self.slices[0].eqns[0] if self.name == INNER else None
 
     @functools.cached_property
     def reused(self) -> tuple[int, ...]:
@@ -99,10 +99,8 @@ class Stage:
     @property
     def jaxpr(self) -> Jaxpr:
         """Its equations."""
-        eqns = [eqn for s in self.slices for eqn in s.jaxpr.eqns]
-        effects = frozenset[Any]().union(*(s.jaxpr.effects for s in self.slices))
-        debug_info = jaxprs.nameless(self.slices[0].jaxpr.debug_info)
-        return Jaxpr([], [*self.inputs], [*self.outputs, *self.down], eqns, effects, debug_info)
+        eqns = [eqn for s in self.slices for eqn in s.eqns]
+        return Program([*self.inputs], [*self.outputs, *self.down], eqns, [], self.slices[0].debug_info).jaxpr
 
 
 # ---- leaves on disk, taken out of the step ---------------------------------------------------------------------------
@@ -435,7 +433,7 @@ def staged(files: OnFiles) -> Staged:
         return step
     cut = cut_step(program)
     step.on_device(BEFORE, cut.before)
-    for eqn in cut.update.jaxpr.eqns:
+    for eqn in cut.update.eqns:
         results = [v for v in eqn.outvars if not isinstance(v, DropVar)]
         if not results and not eqn.effects:
             continue  # nothing needs it
@@ -448,7 +446,7 @@ def staged(files: OnFiles) -> Staged:
             raise stands_in(eqn, "update_on")
         else:
             step.add(eqn)
-    if cut.after.outputs or cut.after.jaxpr.effects:
+    if cut.after.outputs or cut.after.effects:
         step.on_device("after", cut.after)
     return step
 
@@ -461,10 +459,10 @@ def _shares(update: Update) -> tuple[Update, Sequence[Schedule]]:
     cores = {v for p in update.planned if p.on_cores for v in p.slice.outputs}
     first, *later = update.only([v in cores for v in update.program.outputs])[1].updated_by(cores=True).passes
     prelude = first.prelude
-    made = {v for eqn in prelude.jaxpr.eqns for v in eqn.outvars}
+    made = {v for eqn in prelude.eqns for v in eqn.outvars}
     both = [v for v in variables(update.program.outputs) if v in made - cores]
     outputs = list(dict.fromkeys([*prelude.outputs, *both]))
-    prelude = slice_of([*prelude.jaxpr.eqns], outputs, prelude.jaxpr.debug_info, prelude.shards)
+    prelude = dataclasses.replace(prelude, outputs=outputs)
     silent = [e for e in update.program.eqns if not (e.effects and all(isinstance(v, DropVar) for v in e.outvars))]
     quiet = dataclasses.replace(update, program=dataclasses.replace(update.program, eqns=silent))
     device = quiet.only([v not in cores | made for v in update.program.outputs])[1]
@@ -500,7 +498,7 @@ def arranged(step: Staged, *, may_be_cut: bool) -> Staged:
     device has work while the host waits for a file.
     """
     first, *rest = step.stages
-    eqns, info = _in_one(first.slices), first.slices[0].jaxpr.debug_info
+    eqns, info = _in_one(first.slices), first.slices[0].debug_info
     # what crosses from the pass to others: at first to the device alone, as the cores ask for it in other types
     crossing = {*step.results}.union(*(stage.inputs for stage in rest if not stage.on_cores))
 
@@ -508,7 +506,7 @@ def arranged(step: Staged, *, may_be_cut: bool) -> Staged:
         """Return a slice that runs some ``cheap`` equations again, for values ``made`` earlier that it reads."""
         again, need = computed_again(made & {*s.inputs}, crossing.union(free), cheap)
         crossing.update(need)
-        return slice_of([*again, *s.jaxpr.eqns], s.outputs, info, {})
+        return slice_of([*again, *s.eqns], s.outputs, info, {})
 
     made = {v for eqn in eqns for v in eqn.outvars}
     late = [eqn for eqn in eqns if eqn.primitive.name in LATE and {v.aval.dtype for v in eqn.invars} <= KERNEL_FLOATS]
@@ -549,7 +547,7 @@ def _in_one(slices: Sequence[Slice]) -> list[Equation]:
     update's groups then wait for a learning rate, and not for the gradients of leaves that stay on the device."""
     made, found = dict[Var, int](), list[tuple[int, Equation]]()  # by which equation of the pass
     for s in slices:
-        for k, eqn in enumerate(s.jaxpr.eqns):
+        for k, eqn in enumerate(s.eqns):
             at = k if s is slices[0] else max((made.get(v, -1) for v in variables(eqn.invars)), default=-1)
             found.append((at, eqn))
             made.update(dict.fromkeys(eqn.outvars, at))
