@@ -209,7 +209,7 @@ class Driven:
         """Make the program of a stage; stages that do the same share it."""
         jaxpr, n, places = stage.jaxpr, len(stage.outputs), self.result_places(stage)
         made = [*stage.outputs, *stage.down]
-        turns = [made.index(v) for eqn in jaxpr.eqns for v in eqn.outvars if v in self._step.in_turn and v in made]
+        turns = [made.index(v) for v in self._step.in_turn if v in made]
         key = structure(jaxpr, self._key_of), stage.name, n, stage.reused, tuple(places), tuple(turns)
         if key not in self._compiled:
             run = jax_fun(ClosedJaxpr(_sending_rows(jaxpr, n) if len(self._devices) == 1 else jaxpr, []))

@@ -292,7 +292,7 @@ class Staged:
       files: the step, with its leaves on disk.
       stages: its programs, in order.
       next_of: result of an update -> the variable of the step whose next value it is.
-      in_turn: the large gradients, which wait for one another in the pass if some of them stay on the device.
+      in_turn: the large gradients, in the order of the pass, if they wait for one another: some stay on the device.
       scattered: gradient that an update from disk divides further (ZeRO-1) -> its sharding. The program that makes it
         divides it; otherwise every device would hold it whole until the update.
       starts: number of a first row -> its variable, an operand of parts.
@@ -301,7 +301,7 @@ class Staged:
     files: OnFiles
     stages: list[Stage] = dataclasses.field(default_factory=list[Stage])
     next_of: dict[Var, Var] = dataclasses.field(default_factory=dict[Var, Var])
-    in_turn: frozenset[Var] = frozenset()
+    in_turn: Sequence[Var] = ()
     scattered: dict[Var, NamedSharding] = dataclasses.field(default_factory=dict[Var, NamedSharding])
     starts: dict[int, Var] = dataclasses.field(default_factory=dict[int, Var])
 
@@ -339,8 +339,8 @@ class Staged:
         update, info = localised(eqn), self.files.program.debug_info
         self.next_of |= update.next_values
         device, passes = (None, update.passes) if update.on_disk else _shares(update)
-        large = frozenset(v for v in update.gradients if math.prod(v.aval.shape) >= LARGE)
-        if device is not None and update.take_turns and len(self.stages) == 1 and large & {*device.operands}:
+        large = [v for v in update.gradients if math.prod(v.aval.shape) >= LARGE]
+        if device is not None and update.take_turns and len(self.stages) == 1 and {*large} & {*device.operands}:
             self.in_turn = large
         for each in passes:
             self.on_device("scalars", each.prelude)
@@ -514,6 +514,8 @@ def arranged(step: Staged, *, may_be_cut: bool) -> Staged:
         if stage.on_cores:
             rest[k] = Stage.of(CORES, *(repeating(s, made, late) for s in stage.slices))
     eqns, _ = needed_for(eqns, crossing, kept=lambda eqn: bool(eqn.effects))
+    instead = ({v} if v in crossing else needed_for(late, [v])[1] & crossing for v in step.in_turn)
+    in_turn = [max(found, key=lambda v: nbytes(v.aval)) for found in instead if found]
     groups = [*itertools.takewhile(lambda s: s.name in (GROUP, CORES, "device"), rest)]
     made_by = {v: k + 1 for k, eqn in enumerate(eqns) for v in eqn.outvars}
     ends, ready = dict(made_by), list[int]()
@@ -537,8 +539,6 @@ def arranged(step: Staged, *, may_be_cut: bool) -> Staged:
     stages = list[Stage]()
     for k, segment in enumerate(segments):
         stages += [Stage.of(BEFORE, segment), *(g for g, at in zip(groups, after, strict=True) if at == k)]
-    read = (v for stage in rest if stage.on_cores for v in stage.inputs if math.prod(v.aval.shape) >= LARGE)
-    in_turn = step.in_turn and step.in_turn.union(read)  # what the cores cast takes its turn before that
     return dataclasses.replace(step, stages=[*stages, *rest[len(groups) :]], in_turn=in_turn)
 
 
