@@ -208,7 +208,7 @@ def files_of(step: Program, args: Sequence[Any]) -> OnFiles:
         raise ValueError(_COMPUTES)
     arguments = step.inputs[len(step.consts) :]
     tokens |= {v for v, x in zip(arguments, args, strict=True) if isinstance(x, Token)}
-    _check_use(step, tokens, {*reads, *written})
+    tokens = _tokens(step, tokens, {*reads, *written})
     returned = {k: written[v] for k, v in enumerate(step.outputs) if isinstance(v, Var) and v in written}
     kept = {place for _, place in returned.values()}
     homes = {place.home for place in kept}
@@ -226,10 +226,10 @@ def files_of(step: Program, args: Sequence[Any]) -> OnFiles:
                 f"disk: the update moves {old.name} unchanged to {place.name}, which may be overwritten by then. Fix: "
                 "a select= that leaves them in memory."
             )
-    rest, new, taken = list[Atom](), Builder(eqns), {*step.inputs} - tokens
+    rest, new, taken = list[Atom](), Builder(eqns), {*step.inputs}
     for v in (v for k, v in enumerate(step.outputs) if k not in returned):
         # as under jax.jit, a result on the device is neither an argument nor another result
-        handed_on = isinstance(v, Var) and v in taken and not is_host_aval(v.aval)
+        handed_on = isinstance(v, Var) and v in taken and v not in tokens and not is_host_aval(v.aval)
         rest.append(new.run(jnp.copy, v)[0] if handed_on else v)
         taken |= {*variables([v])}
     program = dataclasses.replace(step, inputs=[*step.inputs, *reads], eqns=eqns, outputs=[*rest, *writes])
@@ -255,9 +255,15 @@ def _check_leaves(eqn: Equation, reads: Mapping[Var, tuple[Atom, Place]]) -> Non
 _TOKEN, _LEAF = 1, 2  # the token of a state; a leaf that is read, or the token of one that is written
 
 
-def _check_use(step: Program, tokens: Set[Var], leaves: Set[Var]) -> None:
-    """Raise ``ValueError`` where an equation, perhaps in a branch, computes with a token, or uses a leaf or its new
-    token elsewhere than in the update."""
+def _tokens(step: Program, tokens: Set[Var], leaves: Set[Var]) -> set[Var]:
+    """Return all tokens of a step, given those among its arguments.
+
+    Args:
+      leaves: the leaves that it reads, and the tokens of those that it writes.
+
+    Raises:
+      ValueError: an equation, perhaps in a branch, computes with a token, or uses ``leaves`` outside the update.
+    """
 
     def rule(eqn: Equation, facts: Sequence[int]) -> Sequence[int] | None:
         if eqn.primitive is READ or eqn.primitive is WRITE:
@@ -269,7 +275,8 @@ def _check_use(step: Program, tokens: Set[Var], leaves: Set[Var]) -> None:
             raise ValueError(_COMPUTES)
         return None if enters else [0] * len(eqn.outvars)
 
-    Facts[int](0, union, rule, choice_counts=False).spread(step.eqns, dict.fromkeys(tokens, _TOKEN))
+    found = Facts[int](0, union, rule, choice_counts=False).spread(step.eqns, dict.fromkeys(tokens, _TOKEN))
+    return {v for v, fact in found.items() if fact & _TOKEN}
 
 
 def stands_in(eqn: Equation, option: str) -> ValueError:
