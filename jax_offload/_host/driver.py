@@ -64,14 +64,13 @@ class Driven:
             step = ClosedJaxpr(without_dead_code(step.jaxpr, keep_inputs=True)[0], step.consts)
         program = dereferenced(flat(step, any_jit=True), any_jit=True)
         self.files = stages.files_of(unguarded(program), args)
-        found = stages.staged(self.files)
-        self._options = options
+        found, self._options = stages.staged(self.files), options
         self._compiled, self._key_of = dict[Hashable, Callable[..., Any]](), numbered()
         read = {*found.results, *(v for stage in found.stages for v in stage.inputs)}
         placed = places_of([x if v in read else None for v, x in zip(found.arguments, args, strict=False)])
         own = found.arguments[: len(placed)]
-        self._devices = {d for s in placed if s is not None for d in s.device_set}
-        self._devices = self._devices or {*memory.ambient_sharding().device_set}
+        devices = {d for s in placed if s is not None for d in s.device_set}
+        self._devices = devices or {*memory.ambient_sharding().device_set}
         if any(stage.on_cores for stage in found.stages):
             cores.cpu()  # raises an error now if there is none
         self._everywhere = _everywhere(placed, self._devices)
@@ -153,8 +152,8 @@ class Driven:
                     place = self.place(v)
                     yield Node(lambda x, to=place: [cores.brought_back(x, to)], [there[v]], [v])
             else:
-                reads = [arrived.get(v, v) for v in stage.inputs]
-                yield Node(run, reads, [*stage.outputs, *(there[v] for v in stage.down)])
+                makes = [*stage.outputs, *(there[v] for v in stage.down)]
+                yield Node(run, [arrived.get(v, v) for v in stage.inputs], makes)
             known.update(stage.outputs)
             if k == 0 and written:
                 # behind the first program, whose gradients the cores wait for, and ahead of all others

@@ -258,9 +258,6 @@ _TOKEN, _LEAF = 1, 2  # the token of a state; a leaf that is read, or the token 
 def _tokens(step: Program, tokens: Set[Var], leaves: Set[Var]) -> set[Var]:
     """Return all tokens of a step, given those among its arguments.
 
-    Args:
-      leaves: the leaves that it reads, and the tokens of those that it writes.
-
     Raises:
       ValueError: an equation, perhaps in a branch, computes with a token, or uses ``leaves`` outside the update.
     """
