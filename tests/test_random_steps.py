@@ -122,7 +122,6 @@ STAYS = {  # why the update of a stack stays behind the scan; of all others it m
     ("stack", "dict"): ALONE,
     ("stack", "nothing"): ALONE,
     ("gradients", "clipped"): ALL,
-    ("skip", "select"): ALONE,
     ("second", "alternating"): "another update runs in a cond of the step",
     ("again", "same gradients"): "moves to the host in this step",
     ("inside", "clip"): ALL,

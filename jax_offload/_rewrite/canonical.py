@@ -1,12 +1,12 @@
 """Rewrite equivalent forms of a step into one form, the only one that placing updates has to know.
 
 - Mutable arrays whose life is inside the step become values.
+- Updates in a branch become one that always runs, and chooses between the results of all branches.
+- An update of gradients that a ``shard_map`` makes, or of parameters that it reads, moves into it.
 - A loop that takes its layers by their numbers, and sums their gradients up, becomes a scan over stacked layers.
 - Rows that a scan loads from host memory, or stores there, move as a whole before it, or after it.
 - A scan over layers that the step itself has stacked becomes the layers one after the other.
 - Two independent scans over the same layers become one scan.
-- An update of gradients that a ``shard_map`` makes, or of parameters that it reads, moves into it.
-- Updates in a branch become one that always runs, and chooses between the results of all branches.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Sequence, Set
 from typing import Any
 
 import jax
@@ -27,14 +27,17 @@ from jax_offload._program.jaxprs import (
     REFERENCES,
     Atom,
     ClosedJaxpr,
+    DebugInfo,
     Equation,
     Literal,
     Scan,
     Var,
+    branches_of,
     effects_of,
     holds,
     jax_fun,
     jaxpr_of,
+    renamed,
     run_equation,
     scan_of,
     sharded_like,
@@ -45,7 +48,6 @@ from jax_offload._program.memory import (
     is_host_aval,
     names_in,
     on_device_aval,
-    on_host,
     to_device,
     to_host,
     typed_sharding,
@@ -60,31 +62,27 @@ from jax_offload._program.primitives import (
     is_cheap,
     is_loop,
 )
-from jax_offload._program.private import without_dead_code, without_references
-from jax_offload._program.program import (
-    Builder,
-    Program,
-    as_program,
-    flat,
-    is_load,
-    is_store,
-    rebuilt,
-    replaced,
-)
+from jax_offload._program.private import without_references
+from jax_offload._program.program import Builder, Program, as_program, choice, flat, is_load, is_store, rebuilt
 from jax_offload._program.propagate import made_of, needed_for
-from jax_offload._program.slices import Slice, slice_of
-from jax_offload._rewrite.inlined import always_updating, with_program
-
-_MOST_UNROLLED = 256
+from jax_offload._program.slices import slice_of
+from jax_offload._rewrite.inlined import with_program
 
 
 def canonical(program: Program) -> Program:
     """Return the step's program in the one form, with the same inputs and results."""
-    program = reading_leaves(always_updating(dereferenced(program)))
-    program = _opened(rebuilt(program, _on_the_device))
-    for at in [k for k, eqn in enumerate(program.eqns) if eqn.primitive.name == "scan"][::-1]:
-        program = _moved_as_a_whole(_by_rows(program, at), at)
-    return _joined(_unrolled(program))
+    for rewrite in (
+        dereferenced,
+        always_updating,
+        computing_on_the_device,
+        opened_around_layers,
+        scanning_rows,
+        moving_whole_stacks,
+        unrolled,
+        joined,
+    ):
+        program = rewrite(program)
+    return program
 
 
 def dereferenced(program: Program, *, any_jit: bool = False) -> Program:
@@ -94,63 +92,152 @@ def dereferenced(program: Program, *, any_jit: bool = False) -> Program:
     return flat(without_references(program.closed), any_jit=any_jit)
 
 
-# Parameters that a scan hands on -------------------------------------------------------------------------------------
+def always_updating(program: Program) -> Program:
+    """Move updates out of branches that hold nothing costly beside them, and choose between the branches' results.
 
-
-def reading_leaves(program: Program) -> Program:
-    """Let updates read leaves in host memory instead of the whole copies that a pass has loaded and handed on.
-
-    A scan over the layers of an ``nnx`` module returns their parameters, unchanged, beside its own results.
+    An update that continues from another update's state stays in its branch.
     """
-    leaves = {v for v in program.inputs if is_host_aval(v.aval)}
-    leaf_of = {eqn.outvars[0]: x for eqn in program.eqns if is_load(eqn) and (x := eqn.invars[0]) in leaves}
-    if not leaf_of or not any(map(is_update, program.eqns)):
-        return program
-    loaded = {*leaf_of}
+    inputs = {*program.inputs}
 
-    def read(new: Builder, eqn: Equation, operands: list[Atom]) -> Sequence[Atom] | None:
-        if loaded.isdisjoint(variables(operands)):
+    def without_branches(new: Builder, eqn: Equation, operands: list[Atom]) -> Sequence[Atom] | None:
+        if eqn.primitive.name != "cond" or eqn.effects or not holds_update(eqn):
             return None
-        if (scan := scan_of(eqn)) is not None:
-            body, m = flat(scan.body), len(scan.init)
-            count = len(scan.xs)
-            rows = zip(body.inputs[len(body.inputs) - count :], operands[len(operands) - count :], strict=True)
-            row_of = {v: x for v, x in rows if isinstance(x, Var) and x in loaded}
-            new.put(eqn, operands)
-            handed_on = [row_of.get(v) if isinstance(v, Var) else None for v in body.outputs[m:]]
-            return [*eqn.outvars[:m], *(x or v for x, v in zip(handed_on, eqn.outvars[m:], strict=True))]
-        if not is_update(eqn) or (update := eqn.params["update"]).driven:
+        branches = [rebuilt(flat(branch), without_branches) for branch in branches_of(eqn)]
+        if not all(is_update(each) or is_cheap(each) for branch in branches for each in branch.eqns):
             return None
-        given = [
-            leaf_of.get(x, x) if isinstance(x, Var) and v not in update.names else x
-            for x, v in zip(operands, update.operands, strict=True)
-        ]
-        if given == operands:
+        which, *given = operands
+        results = [new.call(branch, given) for branch in branches]
+        return [choice(new, which, cases) for cases in zip(*results, strict=True)]
+
+    def rule(new: Builder, eqn: Equation, operands: list[Atom]) -> Sequence[Atom] | None:
+        follows = any(is_host_aval(v.aval) and v not in inputs for v in variables(operands))
+        return None if follows else without_branches(new, eqn, operands)
+
+    return rebuilt(program, rule)
+
+
+# A scan, taken apart ------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass
+class Loop:
+    """A scan, taken apart so that its operands and results can change before it is put together.
+
+    Attributes:
+      scan: the scan as it was.
+      eqns: the equations of its body.
+      consts: each input of the body that is read whole -> the operand.
+      carry: each carried input -> its first value, the value that an iteration returns, and the scan's result.
+      xs: each input that is a row -> the stack.
+      ys: each stacked result of the scan -> the row that an iteration makes.
+    """
+
+    scan: Scan
+    eqns: list[Equation]
+    consts: dict[Var, Atom]
+    carry: dict[Var, tuple[Atom, Atom, Var]]
+    xs: dict[Var, Atom]
+    ys: dict[Var, Atom]
+    debug_info: DebugInfo
+
+    @classmethod
+    def of(cls, eqn: Equation, operands: Sequence[Atom], *, opened: bool = False) -> Loop | None:
+        """Take an equation apart, if it is a scan. ``opened``: whether each ``jax.checkpoint`` inside is inlined."""
+        if (scan := scan_of(eqn)) is None:
             return None
-        return new.run(lambda *xs: bound(_loading(update, xs), xs), *given, like=eqn)
+        body = flat(scan.body, opens=lambda _: opened)
+        inputs = [Var(v.aval) for v in scan.body.jaxpr.invars]
+        new = Builder().inside(body, inputs)  # new variables, since two scans may have one body
+        eqns, outputs = new.copy(*body.eqns), new.read(body.outputs)
+        (of_consts, of_carry, of_xs), (consts, init, xs) = scan.parted(inputs), scan.parted(operands)
+        m = len(init)
+        carry = dict(zip(of_carry, zip(init, outputs[:m], scan.carry, strict=True), strict=True))
+        whole, rows = dict(zip(of_consts, consts, strict=True)), dict(zip(of_xs, xs, strict=True))
+        ys = dict(zip(scan.ys, outputs[m:], strict=True))
+        return cls(scan, eqns, whole, carry, rows, ys, body.debug_info)
 
-    return rebuilt(program, read)
+    @property
+    def body(self) -> Program:
+        """The equations that an iteration needs, of ``consts``, the carry and a row of each of ``xs``."""
+        eqns, _ = needed_for(self.eqns, variables(self.returned), kept=lambda eqn: bool(eqn.effects))
+        return Program([*self.consts, *self.carry, *self.xs], self.returned, eqns, [], self.debug_info)
+
+    @property
+    def returned(self) -> list[Atom]:
+        """The results of an iteration."""
+        return [*(new for _, new, _ in self.carry.values()), *self.ys.values()]
+
+    def renew(self, eqns: list[Equation], returned: Sequence[Atom]) -> None:
+        """Change the equations of the body, and what an iteration returns."""
+        self.eqns, made = eqns, iter(returned)
+        self.carry = {v: (first, next(made), out) for v, (first, _, out) in self.carry.items()}
+        self.ys = {y: next(made) for y in self.ys}
+
+    def put(self, new: Builder) -> None:
+        """Append the scan as it is now. The names of its results stand for those that it had."""
+        body = jax_fun(self.body.closed)
+        n, m = len(self.consts), len(self.consts) + len(self.carry)
+
+        def run(*given: Any) -> list[Any]:
+            carry, ys = self.scan.run(body, given[:n], given[n:m], given[m:])
+            return [*carry, *ys]
+
+        init = [first for first, _, _ in self.carry.values()]
+        results = new.run(run, *self.consts.values(), *init, *self.xs.values(), like=self.scan.eqn)
+        new.names.update(zip([*(out for *_, out in self.carry.values()), *self.ys], results, strict=True))
 
 
-def _loading(update: Update, given: Sequence[Any]) -> Update:
-    """Return an update that loads its operands that are now in host memory."""
-    old = update.program
-    on_device = [not is_host_aval(v.aval) for v in update.operands]
+def _with_loops(program: Program, change: Callable[[Builder, Loop], bool], *, opened: bool = False) -> Program:
+    """Return the program with scans changed. ``change``: appends the scan in another form, and returns whether."""
 
-    def run(*operands: Any) -> list[Any]:
-        loads = zip(operands, on_device, strict=True)
-        return jax_fun(old.closed)(*(to_device(x) if there and on_host(x) else x for x, there in loads))
+    def rule(new: Builder, eqn: Equation, operands: list[Atom]) -> Sequence[Atom] | None:
+        loop = Loop.of(eqn, operands, opened=opened)
+        return new.read(eqn.outvars) if loop is not None and change(new, loop) else None
 
-    new = as_program(jaxpr_of(run, *given)[0])
-    names = dict(zip(update.operands, new.inputs[len(new.consts) :], strict=True))
-    names |= {v: x for v, x in zip(old.outputs, new.outputs, strict=True) if isinstance(v, Var)}
-    return with_program(update, new, names)
+    return rebuilt(program, rule)
 
 
-# Checkpoints around scans over layers -------------------------------------------------------------------------------
+# Parameters in host memory ------------------------------------------------------------------------------------------
+
+_ARITHMETIC = ELEMENTWISE - PLACED - {"optimization_barrier", MARK}
 
 
-def _opened(program: Program) -> Program:
+def computing_on_the_device(program: Program) -> Program:
+    """Run elementwise arithmetic on arrays in host memory, such as the sum of parameters and updates, on the device."""
+
+    def rule(new: Builder, eqn: Equation, operands: list[Atom]) -> Sequence[Atom] | None:
+        if eqn.primitive.name not in _ARITHMETIC or not is_host_aval(eqn.outvars[0].aval):
+            return None
+        if not eqn.outvars[0].aval.shape or not all(is_host_aval(v.aval) for v in operands if v.aval.shape):
+            return None
+
+        def run(*xs: Any) -> list[Any]:
+            return [to_host(x) for x in run_equation(eqn, [to_device(x) for x in xs], eqn.params)]
+
+        return new.run(run, *operands, like=eqn)
+
+    return rebuilt(program, rule)
+
+
+def made_cheaply(eqns: Iterable[Equation], start: Iterable[Var] = ()) -> set[Var]:
+    """Return ``start``, the values that are loaded whole from host memory, and cheap functions of both."""
+    found = {*start}
+    for eqn in eqns:
+        ins = variables(eqn.invars)
+        if is_load(eqn) or (ins and eqn.primitive.name in ELEMENTWISE | SHAPES and found.issuperset(ins)):
+            found.update(eqn.outvars)
+    return found
+
+
+def _barrier_without(layers: Set[Var], new: Builder, eqn: Equation, operands: Sequence[Atom]) -> list[Atom]:
+    """Append the barrier that keeps recomputed values apart, without the layers that need not be recomputed."""
+    kept = {x: v for x, v in zip(operands, eqn.outvars, strict=True) if isinstance(x, Var) and x not in layers}
+    if kept:
+        new.eqns.append(equation_of_together(kept))
+    return [renamed(kept, x) for x in operands]
+
+
+def opened_around_layers(program: Program) -> Program:
     """Inline each ``jax.checkpoint`` that contains a scan over rows of parameters, such as one around a whole loss."""
     updates = [eqn for eqn in program.eqns if is_update(eqn)]  # the body of a loop has none
     read = {v for eqn in updates for v in variables(eqn.invars)} if updates else {*program.inputs}
@@ -163,23 +250,273 @@ def _opened(program: Program) -> Program:
         body = flat(ClosedJaxpr(eqn.params["jaxpr"], []), opens=lambda _: True)
         inside = {v for v, x in zip(body.inputs, eqn.invars, strict=True) if isinstance(x, Var) and x in layers}
         inside = made_cheaply(body.eqns, inside)
-        scans = filter(None, map(scan_of, body.eqns))
-        return any(not inside.isdisjoint(variables(scan.xs)) for scan in scans)
+        return any(not inside.isdisjoint(variables(scan.xs)) for scan in filter(None, map(scan_of, body.eqns)))
 
     around = {id(eqn) for eqn in program.eqns if scans_over_layers(eqn)}
-    if not around:
-        return program
     known = {v for eqn in program.eqns for v in eqn.outvars}
 
-    def without_layers(new: Builder, eqn: Equation, operands: list[Atom]) -> Sequence[Atom] | None:
-        """The barrier that keeps recomputed values apart, without the values that a scan reads by rows."""
+    def rule(new: Builder, eqn: Equation, operands: list[Atom]) -> Sequence[Atom] | None:
         if eqn.primitive.name != "optimization_barrier" or not known.isdisjoint(eqn.outvars):
             return None
-        kept = {x: v for x, v in zip(operands, eqn.outvars, strict=True) if isinstance(x, Var) and x not in layers}
-        new.eqns.append(equation_of_together(kept))
-        return [kept.get(x, x) if isinstance(x, Var) else x for x in operands]
+        return _barrier_without(layers, new, eqn, operands)
 
-    return rebuilt(flat(program.closed, opens=lambda eqn: id(eqn) in around), without_layers)
+    return rebuilt(flat(program.closed, opens=lambda eqn: id(eqn) in around), rule) if around else program
+
+
+def moving_whole_stacks(program: Program) -> Program:
+    """Take the moves of rows between memories out of scans, and the rows that an iteration makes of leaves alone.
+
+    No step should load its parameters as a whole before the passes, but in this form a plan sees which rows a scan
+    reads. A scan over the layers of an ``nnx`` module returns their parameters, unchanged, beside its own results.
+    """
+    readers = [{*variables(eqn.invars)} for eqn in program.eqns if eqn.primitive.name == "scan"]
+    leaves = {v for v in program.inputs if is_host_aval(v.aval)}
+
+    def change(new: Builder, loop: Loop) -> bool:
+        readers.pop(0)
+        # a policy of jax.checkpoint sends activations to host memory, where another scan reads them
+        activations = set[Var]().union(*readers) & loop.ys.keys()
+        of_leaves = made_cheaply(new.eqns, leaves)
+        stack_of = {v: x for v, x in loop.xs.items() if isinstance(x, Var) and x in of_leaves}
+        if not stack_of and not any(is_host_aval(y.aval) for y in loop.ys.keys() - activations):
+            return False
+        on_device = {v: Var(on_device_aval(v.aval)) if is_host_aval(v.aval) else v for v in stack_of}
+        rows, body = {*on_device.values()}, Builder(names={**on_device})
+        stored = dict[Var, Atom]()
+        for eqn in loop.eqns:
+            ins = body.read(eqn.invars)
+            if eqn.primitive.name == "optimization_barrier":
+                body.names.update(zip(eqn.outvars, _barrier_without(rows, body, eqn, ins), strict=True))
+            elif is_load(eqn) and not is_host_aval(ins[0].aval):
+                body.names[eqn.outvars[0]] = ins[0]
+            elif any(is_host_aval(v.aval) != is_host_aval(x.aval) for x, v in zip(ins, eqn.invars, strict=True)):
+                return False  # it needs a row in host memory
+            else:
+                body.put(eqn, ins)
+                stored |= {eqn.outvars[0]: ins[0]} if is_store(eqn) else {}
+        loop.renew(body.eqns, body.read(loop.returned))
+        if any(is_host_aval(v.aval) != is_host_aval(made.aval) for v, (_, made, _) in loop.carry.items()):
+            return False
+        cheap = made_cheaply((eqn for eqn in loop.eqns if not is_load(eqn)), rows)
+        again = {y: v for y, v in loop.ys.items() if isinstance(v, Var) and v in cheap}
+        loop.ys = {y: v if y in activations else renamed(stored, v) for y, v in loop.ys.items() if y not in again}
+        if any(is_host_aval(v.aval) for y, v in loop.ys.items() if y not in activations):
+            return False
+        if not (again or stored or rows - on_device.keys()):
+            return False
+        wholes = {on_device[v]: new.run(to_device, x)[0] if is_host_aval(x.aval) else x for v, x in stack_of.items()}
+        leaf_of = dict(zip(wholes.values(), stack_of.values(), strict=True))
+        loop.xs = {v: x for v, x in loop.xs.items() if v not in stack_of} | wholes
+        loop.put(new)
+        for y, v in again.items():
+            made = slice_of(needed_for(loop.eqns, [v])[0], [v], loop.debug_info, {})
+            stacks = [wholes[x] for x in made.inputs]
+            (new.names[y],) = new.run(lambda *xs, made=made: jax.vmap(made.run)(*xs), *stacks, like=loop.scan.eqn)
+        for y in loop.scan.ys:
+            if is_host_aval(y.aval) and not is_host_aval((x := new.names[y]).aval):
+                new.names[y] = leaf_of[x] if x in leaf_of else new.run(to_host, x)[0]
+        return True
+
+    return _with_loops(program, change, opened=True)
+
+
+# Layers by their numbers -------------------------------------------------------------------------------------------
+
+
+def scanning_rows(program: Program) -> Program:
+    """Scan over rows where a scan reads rows of a whole array, or adds rows to a sum, by its iteration's number."""
+
+    def change(new: Builder, loop: Loop) -> bool:
+        if loop.scan.length < 2 or any(eqn.effects for eqn in loop.eqns):
+            return False
+        taken, summed = _rows_taken(loop), _rows_summed(loop, new.eqns)
+        starts = [eqn.invars[1:] for each in taken.values() for eqn in each]
+        starts += [placed.invars[2:] for placed in summed.values()]
+        if not starts or not _are_numbers(loop, new.eqns, starts):
+            return False
+        body = Builder()
+        for v, slices in taken.items():
+            (of_row,) = jaxpr_of(lambda rows: rows[0], slices[0].outvars[0].aval)[0].out_avals
+            loop.xs[row := Var(of_row)] = loop.consts.pop(v)
+            body.names |= dict.fromkeys((eqn.outvars[0] for eqn in slices), body.run(lambda row: row[None], row)[0])
+        for eqn in loop.eqns:
+            if eqn.outvars[0] not in body.names:
+                body.put(eqn)
+        for v, placed in summed.items():
+            *_, out = loop.carry.pop(v)
+            (loop.ys[out],) = body.run(lambda rows: rows[0], *body.read([placed.invars[1]]))
+        loop.renew(body.eqns, body.read(loop.returned))
+        loop.put(new)
+        return True
+
+    return _with_loops(program, change)
+
+
+def _rows_taken(loop: Loop) -> dict[Var, list[Equation]]:
+    """Map each whole array of which the body reads nothing but single rows to the equations that read them."""
+    readers: dict[Var, list[Equation]] = {v: [] for v in loop.consts if v not in variables(loop.returned)}
+    for eqn in loop.eqns:
+        for v in {*variables(eqn.invars)} & readers.keys():
+            readers[v].append(eqn)
+
+    def is_row(eqn: Equation, v: Var) -> bool:
+        if eqn.primitive.name != "dynamic_slice" or v in eqn.invars[1:]:
+            return False
+        return _has_rows(v, eqn.params["slice_sizes"], loop.scan.length)
+
+    return {v: eqns for v, eqns in readers.items() if eqns and all(is_row(eqn, v) for eqn in eqns)}
+
+
+def _rows_summed(loop: Loop, before: Sequence[Equation]) -> dict[Var, Equation]:
+    """Map each carried sum that begins with zeros, and to which the body adds nothing but a row among zeros, to the
+    equation that places this row."""
+    maker = {v: eqn for eqn in loop.eqns for v in eqn.outvars}
+    uses = Counter(v for eqn in loop.eqns for v in variables(eqn.invars)) + Counter(variables(loop.returned))
+    found = dict[Var, Equation]()
+    for v, (first, total, _) in loop.carry.items():
+        add = None if isinstance(total, Literal) else maker.get(total)
+        if add is None or add.primitive.name not in ("add", "add_any") or v not in add.invars:
+            continue
+        placed = next((maker[x] for x in variables(add.invars) if x in maker), None)
+        if placed is None or placed.primitive.name != "dynamic_update_slice":
+            continue
+        zeros, row, *_ = placed.invars
+        alone = all(uses[x] == 1 for x in variables([v, total, *placed.outvars]))
+        if not alone or not _is_zeros(first, before):
+            continue
+        if _has_rows(zeros, row.aval.shape, loop.scan.length) and _is_zeros(zeros, loop.eqns):
+            found[v] = placed
+    return found
+
+
+def _has_rows(whole: Atom, row: Sequence[int], length: int) -> bool:
+    return whole.aval.shape[:1] == (length,) and tuple(row) == (1, *whole.aval.shape[1:])
+
+
+def _is_zeros(x: Atom, eqns: Sequence[Equation]) -> bool:
+    if isinstance(x, Literal):
+        return not np.any(x.val)
+    made = next((eqn for eqn in eqns if x in eqn.outvars), None)
+    return made is not None and made.primitive.name == "broadcast_in_dim" and _is_zeros(made.invars[0], ())
+
+
+def _are_numbers(loop: Loop, before: Sequence[Equation], starts: Sequence[Sequence[Atom]]) -> bool:
+    """Whether all of these indices, where rows begin in the body of a loop, are the iteration's number and then zeros.
+
+    They depend on no argument of the step, so they are computed here.
+    """
+    starting = list(dict.fromkeys(v for each in starts for v in variables(each)))
+    ys, probe = [Var(v.aval) for v in starting], Builder([*before])
+    dataclasses.replace(loop, ys=dict(zip(ys, starting, strict=True))).put(probe)
+    results = variables(probe.read(ys))
+    whole = slice_of(needed_for(probe.eqns, results)[0], results, loop.debug_info, {})
+    if whole.inputs or (constant := jaxpr_of(whole.run)[0]).effects:  # an effect: another number on each device
+        return False
+    with jax.ensure_compile_time_eval():
+        value_of: dict[Atom, Any] = dict(zip(starting, map(np.asarray, jax_fun(constant)()), strict=True))
+    numbers = np.arange(loop.scan.length)
+
+    def is_constant(x: Atom, wanted: Any) -> bool:
+        return bool(np.all((x.val if isinstance(x, Literal) else value_of[x]) == wanted))
+
+    return all(is_constant(k, numbers) and all(is_constant(x, 0) for x in zeros) for k, *zeros in starts)
+
+
+# Layers that the step has stacked ------------------------------------------------------------------------------------
+
+_MOST_UNROLLED = 256
+
+
+def unrolled(program: Program) -> Program:
+    """Unroll the scans over stacks of parameters. Scans over stacks of batches stay."""
+    layers = _layers(program)
+    rows: dict[Atom, Sequence[Atom]] = {}  # a stack -> its rows, which are read instead
+
+    def rows_of(x: Atom) -> Sequence[Atom]:
+        return () if isinstance(x, Literal) else rows.get(x, ())
+
+    def rule(new: Builder, eqn: Equation, operands: list[Atom]) -> Sequence[Atom] | None:
+        name, in_rows = eqn.primitive.name, eqn.params.get("axis") == 0
+        if (
+            name == "stack"
+            and in_rows
+            and len(operands) <= _MOST_UNROLLED
+            and all(v in layers for v in variables(eqn.invars))
+        ):
+            rows[eqn.outvars[0]] = operands
+        if name == "unstack" and in_rows:
+            return rows_of(operands[0]) or None
+        loop = Loop.of(eqn, operands) if any(map(rows_of, operands)) else None
+        if loop is None or not any(map(rows_of, loop.xs.values())):
+            return None
+        carry, ys = [first for first, *_ in loop.carry.values()], list[list[Atom]]()
+        order = -1 if loop.scan.reverse else 1
+        for k in range(loop.scan.length)[::order]:
+            row = [rows_of(x)[k] if rows_of(x) else new.run(lambda x, k=k: x[k], x)[0] for x in loop.xs.values()]
+            results = new.call(loop.body, [*loop.consts.values(), *carry, *row])
+            carry, made = results[: len(carry)], results[len(carry) :]
+            ys.append(made)
+        for y, made in zip(loop.ys, zip(*ys[::order], strict=True), strict=True):
+            (new.names[y],) = stack = variables(new.run(lambda *xs: jnp.stack(xs), *made))
+            rows[stack[0]] = made
+        return [*carry, *new.read(loop.ys)]
+
+    return rebuilt(program, rule)
+
+
+def _layers(program: Program) -> dict[Var, Var]:
+    """Map the arguments of the step that an update reads, and casts of them, to the arguments."""
+    read = {v for eqn in program.eqns if is_update(eqn) for v in variables(eqn.invars)}
+    found = {v: v for v in program.inputs if v in read}
+    for eqn in program.eqns:
+        if eqn.primitive.name == "convert_element_type" and isinstance(v := eqn.invars[0], Var) and v in found:
+            found[eqn.outvars[0]] = found[v]
+    return found
+
+
+# Two scans over the same layers ------------------------------------------------------------------------------------
+
+
+def joined(program: Program) -> Program:
+    """Join each scan with the next loop, if both run over the rows of one array and neither needs the other.
+
+    Two passes through one network become one, as in a siamese network, or for the chosen and the rejected answers of
+    DPO. One iteration then computes for as long as both, and makes the sum of both gradients.
+    """
+    loops = [at for at, eqn in enumerate(program.eqns) if holds(eqn, is_loop)]
+    for at, after in itertools.pairwise(loops):
+        if (both := _both(program, at, after)) is not None:
+            return joined(both)
+    return program
+
+
+def _both(program: Program, at: int, after: int) -> Program | None:
+    """Return the program with one scan in place of the scans ``at`` and ``after``; ``None`` if they are not alike."""
+    eqns, layers = program.eqns, _layers(program)
+    one, other = (Loop.of(eqns[k], eqns[k].invars) for k in (at, after))
+    if one is None or other is None:
+        return None
+    (n, reverse, unroll), others = ((each.scan.length, each.scan.reverse, each.scan.unroll) for each in (one, other))
+    read, also_read = ({layers[v] for v in variables(each.xs.values()) if v in layers} for each in (one, other))
+    before, _ = needed_for(eqns[at:after], variables(eqns[after].invars))
+    moved = {*map(id, before)}
+    if (n, reverse, unroll) != others or read.isdisjoint(also_read) or id(eqns[at]) in moved:
+        return None
+    if any(eqn.effects for eqn in (*before, eqns[at], eqns[after])):
+        return None
+    new = Builder([*eqns[:at], *before])
+    dataclasses.replace(
+        one,
+        eqns=one.eqns + other.eqns,
+        consts=one.consts | other.consts,
+        carry=one.carry | other.carry,
+        xs=one.xs | other.xs,
+        ys=one.ys | other.ys,
+    ).put(new)
+    for eqn in eqns[at + 1 :]:
+        if eqn is not eqns[after] and id(eqn) not in moved:
+            new.put(eqn)
+    return dataclasses.replace(program, eqns=new.eqns, outputs=new.read(program.outputs))
 
 
 # Updates beside a shard_map -----------------------------------------------------------------------------------------
@@ -188,50 +525,14 @@ def _opened(program: Program) -> Program:
 def inside_shard_maps(program: Program) -> Program:
     """Move updates into the ``shard_map`` that makes their gradients, or that reads what they make, where each device
     has whole parameters. Parameters move between memories inside it, too, where scans can load their rows."""
-    for find in (_after_shard_map, _before_shard_map):
-        for at, eqn in enumerate(program.eqns):
-            if eqn.primitive.name == "shard_map" and _is_manual(eqn) and (moved := find(program, at)):
-                return _transfers_inside(_moved_inside(program, at, moved))
-    is_outside = any(holds_update(eqn) and eqn.primitive.name != "shard_map" for eqn in program.eqns)
-    return program if is_outside else _transfers_inside(program)
-
-
-def _transfers_inside(program: Program) -> Program:
-    """Let each ``shard_map`` load what it reads, and store what it makes for host memory."""
-    origins = {eqn.outvars[0]: eqn.invars[0] for eqn in program.eqns if is_load(eqn)}
-    readers = Counter(v for eqn in program.eqns for v in {*variables(eqn.invars)})
-    readers.update(variables(program.outputs))
-    stored = {v for eqn in program.eqns if is_store(eqn) for v in variables(eqn.invars) if readers[v] == 1}
-
-    def rule(new: Builder, eqn: Equation, operands: list[Atom]) -> Sequence[Atom] | None:
-        if is_store(eqn) and is_host_aval(operands[0].aval):
-            return operands
-        if eqn.primitive.name != "shard_map" or not _is_manual(eqn):
-            return None
-        specs = eqn.params["in_specs"]
-        of = [None if isinstance(v, Literal) else origins.get(v) for v in eqn.invars]
-        store = [v in stored for v in eqn.outvars]
-        if not any(store) and all(x is None for x in of):
-            return None
-        given = [v if x is None else x for v, x in zip(operands, of, strict=True)]
-        # an array is passed once, or new parameters could not overwrite the old ones
-        keys = [(id(v), str(spec)) for v, spec in zip(given, specs, strict=True)]
-        places = {key: k for k, key in reversed([*enumerate(keys)])}
-        numbers = {key: n for n, key in enumerate(dict.fromkeys(keys))}
-        body = jax_fun(ClosedJaxpr(eqn.params["jaxpr"], []))
-
-        def run(*values: Any) -> list[Any]:
-            own = (values[numbers[key]] for key in keys)
-            made = body(*(v if x is None else to_device(v) for v, x in zip(own, of, strict=True)))
-            return [to_host(y) if moves else y for y, moves in zip(made, store, strict=True)]
-
-        once = [places[key] for key in numbers]
-        this = eqn.replace(params=eqn.params | {"in_specs": [specs[k] for k in once]})
-        return new.run(sharded_like(this, run), *(given[k] for k in once), like=eqn)
-
-    found = rebuilt(program, rule)
-    read = {*variables(found.outputs), *(v for eqn in found.eqns for v in variables(eqn.invars))}
-    return dataclasses.replace(found, eqns=[e for e in found.eqns if not is_load(e) or e.outvars[0] in read])
+    around = {at: eqn for at, eqn in enumerate(program.eqns) if eqn.primitive.name == "shard_map" and _is_manual(eqn)}
+    found = ((at, find(program, at)) for find in (_after_shard_map, _before_shard_map) for at in around)
+    host, moved = next((each for each in found if each[1]), (None, []))
+    if host is None and any(holds_update(eqn) and eqn.primitive.name != "shard_map" for eqn in program.eqns):
+        return program
+    for at, eqn in reversed(around.items()):  # the equations of the ones before it stay the same objects
+        program = _with_inside(program, eqn, moved if at == host else [])
+    return program
 
 
 def _is_manual(this: Equation) -> bool:
@@ -262,21 +563,16 @@ def _before_shard_map(program: Program, at: int) -> list[Equation]:
     """Find the updates with which a step begins, if a ``shard_map`` reads what they make whole, the equations between
     them and it, and the last arithmetic on their gradients."""
     this, eqns = program.eqns[at], program.eqns[:at]
-    made, found, gradients = set[Var](), list[Equation](), list[Var]()
-    for eqn in eqns:
-        if not is_update(eqn) and made.isdisjoint(variables(eqn.invars)):
-            continue
-        if not _moves(eqn, this):
-            return []
-        made.update(eqn.outvars)
-        found.append(eqn)
-        gradients += eqn.params["update"].gradients if is_update(eqn) else []
+    made = made_of(eqns, is_update)
+    found = [eqn for eqn in eqns if not made.isdisjoint(eqn.outvars)]
     specs = zip(this.invars, this.params["in_specs"], strict=True)
     read = {v: any(spec) for v, spec in specs if isinstance(v, Var) and v in made}
-    if not read or any(read.values()):
+    if not read or any(read.values()) or not all(_moves(eqn, this) for eqn in found):
         return []
+    updates = [eqn for eqn in found if is_update(eqn)]
+    gradients = [v for eqn in updates for v in eqn.params["update"].gradients]
     first, _ = needed_for(eqns, gradients, lambda eqn: eqn.primitive.name in ELEMENTWISE and not eqn.effects)
-    after, _ = needed_for(found, {*read, *(v for eqn in found if is_update(eqn) for v in eqn.outvars)})
+    after, _ = needed_for(found, {*read, *(v for eqn in updates for v in eqn.outvars)})
     wanted = {*map(id, first), *map(id, after)}
     return [eqn for eqn in eqns if id(eqn) in wanted]
 
@@ -299,52 +595,69 @@ def _is_whole(update: Update, manual: Set[str]) -> bool:
     return not update.driven
 
 
-def _moved_inside(program: Program, at: int, moved: Sequence[Equation]) -> Program:
-    """Return the program with equations ahead of the ``shard_map`` at equation ``at``, or behind it, inside of it."""
-    this, ahead = program.eqns[at], {*map(id, program.eqns[:at])}
-    gone = {id(this), *map(id, moved)}
+def _with_inside(program: Program, this: Equation, moved: Sequence[Equation]) -> Program:
+    """Return the program with equations ahead of a ``shard_map``, or behind it, inside of it: those ``moved``, which
+    compute with whole values, the loads of what it reads, and the stores of what it makes."""
+    at, whole = next(k for k, eqn in enumerate(program.eqns) if eqn is this), PartitionSpec()
+    ahead, gone = {*map(id, program.eqns[:at])}, {id(this), *map(id, moved)}
     inside = {v for eqn in moved for v in eqn.outvars}
-    passed = [k for k, v in enumerate(this.invars) if isinstance(v, Literal) or v not in inside]
-    in_specs = [this.params["in_specs"][k] for k in passed]
-    # a whole operand is passed once, or new parameters could not overwrite the old ones
-    whole = {v: k for k, spec in zip(passed, in_specs, strict=True)
-             if isinstance(v := this.invars[k], Var) and not any(spec)}  # fmt: skip
-    there = {*whole, *inside, *this.outvars}
-    others = list(dict.fromkeys(v for eqn in moved for v in variables(eqn.invars) if v not in there))
-    read = {*variables(program.outputs)}
-    read.update(v for eqn in program.eqns if id(eqn) not in gone for v in variables(eqn.invars))
-    kept = [v in read for v in this.outvars]
-    results = [v for eqn in moved for v in eqn.outvars if v in read]
+    leaf_of = {eqn.outvars[0]: eqn.invars[0] for eqn in program.eqns if is_load(eqn)}
+    uses = Counter(v for eqn in program.eqns if id(eqn) not in gone for v in {*variables(eqn.invars)})
+    uses.update(variables(program.outputs))
+    stores = [(v, eqn) for eqn in program.eqns if is_store(eqn) for v in variables(eqn.invars) if uses[v] == 1]
+    spec_of = dict.fromkeys(inside, whole) | dict(zip(this.outvars, this.params["out_specs"], strict=True))
+    results = [v for v in spec_of if uses[v]]
+    stored = {v: eqn for v, eqn in stores if v in spec_of}
+    # a value is passed once, or new parameters could not overwrite the old ones
+    operands = dict[tuple[Any, str], tuple[Atom, PartitionSpec]]()
+
+    def key_of(v: Atom, spec: PartitionSpec) -> tuple[Any, str]:
+        x = renamed(leaf_of, v)
+        key = id(x), str(spec)
+        operands.setdefault(key, (x, spec))
+        return key
+
+    specs = zip(this.invars, this.params["in_specs"], strict=True)
+    passed = [(v, None if {*variables([v])} & inside else key_of(v, spec)) for v, spec in specs]
+    read = [v for eqn in moved for v in variables(eqn.invars)]
+    others = [(v, key_of(v, whole)) for v in read if v not in inside and v not in this.outvars]
+    loads = any(v is not operands[key][0] for v, key in (*passed, *others) if key is not None)
+    if not (moved or loads or stored):
+        return program
     body = jax_fun(ClosedJaxpr(this.params["jaxpr"], []))
 
-    def run(*operands: Any) -> list[Any]:
-        own = dict(zip(passed, operands, strict=False))
-        env = {v: own[k] for v, k in whole.items()} | dict(zip(others, operands[len(passed) :], strict=True))
-        _evaluated([eqn for eqn in moved if id(eqn) in ahead], env)
-        given = {k: env[v] for k, v in enumerate(this.invars) if isinstance(v, Var) and k not in own} | own
-        made = body(*(given[k] for k in range(len(this.invars))))
+    def run(*given: Any) -> list[Any]:
+        value_of = dict(zip(operands, given, strict=True))
+
+        def value(v: Atom, key: tuple[Any, str]) -> Any:
+            return value_of[key] if v is operands[key][0] else to_device(value_of[key])
+
+        env = {v: value(v, key) for v, key in others}
+        _evaluate((eqn for eqn in moved if id(eqn) in ahead), env)
+        made = body(*(value(v, key) if key else values_of(env, [v])[0] for v, key in passed))
         env.update(zip(this.outvars, made, strict=True))
-        _evaluated([eqn for eqn in moved if id(eqn) not in ahead], env)
-        return [*itertools.compress(made, kept), *values_of(env, results)]
+        _evaluate((eqn for eqn in moved if id(eqn) not in ahead), env)
+        return [to_host(env[v]) if v in stored else env[v] for v in results]
 
-    specs = {"in_specs": in_specs, "out_specs": [*itertools.compress(this.params["out_specs"], kept)]}
-    this_one = this.replace(params=this.params | specs)
-    around = sharded_like(this_one, run, [PartitionSpec()] * len(others), [PartitionSpec()] * len(results))
-    before, _ = needed_for(program.eqns[at + 1 :], others)
+    specs = {"in_specs": [spec for _, spec in operands.values()], "out_specs": [spec_of[v] for v in results]}
+    given = [v for v, _ in operands.values()]
     late = made_of(program.eqns, lambda eqn: id(eqn) in gone)
-    front = [*(eqn for eqn in program.eqns[:at] if late.isdisjoint(variables(eqn.invars))), *before]
-    first = {*map(id, front)} - gone
-    new = Builder([eqn for eqn in front if id(eqn) in first])
-    operands = [*(this.invars[k] for k in passed), *others]
-    made = new.run(around, *operands, like=this)
-    new.names.update(zip([*itertools.compress(this.outvars, kept), *results], made, strict=True))
+    front = {id(eqn) for eqn in program.eqns[:at] if late.isdisjoint(variables(eqn.invars))}
+    front = {*front, *map(id, needed_for(program.eqns, variables(given))[0])} - gone
+    new = Builder([eqn for eqn in program.eqns if id(eqn) in front])
+    made = new.run(sharded_like(this.replace(params=this.params | specs), run), *given, like=this)
+    new.names.update(zip((stored[v].outvars[0] if v in stored else v for v in results), made, strict=True))
+    gone |= front | {*map(id, stored.values())}
     for eqn in program.eqns:
-        if id(eqn) not in gone | first:
+        if id(eqn) not in gone:
             new.put(eqn)
-    return dataclasses.replace(program, eqns=new.eqns, outputs=new.read(program.outputs))
+    outputs = new.read(program.outputs)
+    wanted = {*variables(outputs), *(v for eqn in new.eqns for v in variables(eqn.invars))}
+    new.eqns = [eqn for eqn in new.eqns if not is_load(eqn) or eqn.outvars[0] in wanted]
+    return dataclasses.replace(program, eqns=new.eqns, outputs=outputs)
 
 
-def _evaluated(eqns: Sequence[Equation], env: dict[Var, Any]) -> None:
+def _evaluate(eqns: Iterable[Equation], env: dict[Var, Any]) -> None:
     """Run equations inside a ``shard_map``, where nothing divides values further."""
     for eqn in eqns:
         given = values_of(env, eqn.invars)
@@ -361,362 +674,10 @@ def _retraced(update: Update, given: Sequence[Any]) -> Update:
 
     def run(*operands: Any) -> list[Any]:
         env = dict(zip(old.inputs, [*old.consts, *operands], strict=True))
-        _evaluated(old.eqns, env)
+        _evaluate(old.eqns, env)
         return values_of(env, old.outputs)
 
     new = as_program(jaxpr_of(run, *given)[0])
     names = dict(zip(update.operands, new.inputs[len(new.consts) :], strict=True))
     names |= {v: x for v, x in zip(old.outputs, new.outputs, strict=True) if isinstance(v, Var)}
     return dataclasses.replace(with_program(update, new, names), manual=True, take_turns=False)
-
-
-# Layers by their numbers -------------------------------------------------------------------------------------------
-
-
-def _by_rows(program: Program, at: int) -> Program:
-    """Make a scan over rows of equation ``at``, a scan that reads and sums up rows by its iteration's number."""
-    scan = scan_of(program.eqns[at])
-    assert scan is not None
-    body, n, m = flat(scan.body), len(scan.consts), len(scan.init)
-    if scan.length < 2 or body.consts or body.effects:
-        return program
-    maker = {v: eqn for eqn in body.eqns for v in eqn.outvars}
-    readers: dict[Var, list[Equation]] = {}
-    for eqn in body.eqns:
-        for v in {*variables(eqn.invars)}:
-            readers.setdefault(v, []).append(eqn)
-    read: dict[int, list[Equation]] = {}  # number of a const -> the equations that read its rows
-    for k, v in enumerate(body.inputs[:n]):
-        own = readers.get(v, [])
-        if own and v not in variables(body.outputs) and all(_takes_a_row(eqn, v, scan.length) for eqn in own):
-            read[k] = own
-    summed: dict[int, tuple[Equation, Equation]] = {}  # number of a carry -> the sum, and the row among zeros
-    for k, v in enumerate(body.inputs[n : n + m]):
-        out = body.outputs[k]
-        if isinstance(out, Literal) or body.outputs.count(out) > 1 or v in body.outputs:
-            continue
-        add = maker.get(out)
-        if add is None or add.primitive.name not in ("add", "add_any") or readers.get(v) != [add]:
-            continue
-        row = next((maker[x] for x in variables(add.invars) if x in maker), None)
-        if row is None or not _places_a_row(row, maker, scan.length) or not _is_zeros(scan.init[k], program.eqns):
-            continue
-        if out not in readers and readers[row.outvars[0]] == [add] and row.outvars[0] not in body.outputs:
-            summed[k] = add, row
-    starts = [eqn.invars[1:] for each in read.values() for eqn in each]
-    starts += [row.invars[2:] for _, row in summed.values()]
-    if not starts or not _are_numbers_of_rows(program, at, body, starts):
-        return program
-    return replaced(program, program.eqns[at], _over_rows(scan, body, read, summed))
-
-
-def _takes_a_row(eqn: Equation, v: Var, length: int) -> bool:
-    if eqn.primitive.name != "dynamic_slice" or eqn.invars[0] is not v or v in eqn.invars[1:]:
-        return False
-    return v.aval.shape[0] == length and eqn.params["slice_sizes"] == (1, *v.aval.shape[1:])
-
-
-def _places_a_row(eqn: Equation, maker: dict[Var, Equation], length: int) -> bool:
-    if eqn.primitive.name != "dynamic_update_slice":
-        return False
-    whole, row = eqn.invars[0].aval.shape, eqn.invars[1].aval.shape
-    return whole[0] == length and row == (1, *whole[1:]) and _is_zeros(eqn.invars[0], maker.values())
-
-
-def _is_zeros(x: Atom, eqns: Any) -> bool:
-    if isinstance(x, Literal):
-        return not np.any(x.val)
-    made = next((eqn for eqn in eqns if x in eqn.outvars), None)
-    return made is not None and made.primitive.name == "broadcast_in_dim" and _is_zeros(made.invars[0], ())
-
-
-def _are_numbers_of_rows(program: Program, at: int, body: Program, starts: Sequence[Sequence[Atom]]) -> bool:
-    """Whether all of these indices, where rows begin in the body of a scan, are the iteration's number and then zeros.
-
-    They depend on no argument of the step, so they are computed here.
-    """
-    eqn = program.eqns[at]
-    scan = scan_of(eqn)
-    assert scan is not None
-    atoms = list(dict.fromkeys(v for each in starts for v in each if not isinstance(v, Literal)))
-    m = len(scan.init)
-    numbered = jax_fun(dataclasses.replace(body, outputs=[*body.outputs[:m], *atoms]).closed)
-    before = slice_of(program.eqns[:at], variables(eqn.invars), program.debug_info, {})
-
-    def run(*inputs: Any) -> list[Any]:
-        env = dict(zip(before.outputs, before.run(*inputs), strict=True))
-        return scan.run(numbered, *scan.parted(values_of(env, eqn.invars)))[1]
-
-    traced, _ = jaxpr_of(run, *(v.aval for v in before.inputs))
-    jaxpr, needed = without_dead_code(traced.jaxpr)
-    if any(needed) or jaxpr.effects:  # an effect notes, for one, that a number is another on each device
-        return False
-    with jax.ensure_compile_time_eval():
-        values = dict(zip(atoms, map(np.asarray, jax_fun(ClosedJaxpr(jaxpr, traced.consts))()), strict=True))
-    number = np.arange(scan.length)
-
-    def is_constant(x: Atom, wanted: Any) -> bool:
-        return bool(np.all((x.val if isinstance(x, Literal) else values[x]) == wanted))
-
-    return all(is_constant(k, number) and all(is_constant(x, 0) for x in zeros) for k, *zeros in starts)
-
-
-def _over_rows(
-    scan: Scan,
-    body: Program,
-    read: Mapping[int, Sequence[Equation]],
-    summed: Mapping[int, tuple[Equation, Equation]],
-) -> Callable[..., list[Any]]:
-    """Return the scan that reads the consts ``read`` by rows and stacks the rows that the carries ``summed`` add up."""
-    n, m = len(scan.consts), len(scan.init)
-    rows = {k: Var(own[0].outvars[0].aval) for k, own in read.items()}
-    new = Builder(names={each.outvars[0]: rows[k] for k, own in read.items() for each in own})
-    gone = {id(each) for group in (*read.values(), *summed.values()) for each in group}
-    for each in body.eqns:
-        if id(each) not in gone:
-            new.put(each)
-    inputs = [v for k, v in enumerate(body.inputs) if k not in read and k - n not in summed]
-    carried = [k for k in range(m) if k not in summed]
-    outputs = [*(body.outputs[k] for k in carried), *body.outputs[m:], *(row.invars[1] for _, row in summed.values())]
-    taken = dataclasses.replace(body, inputs=[*inputs, *rows.values()], outputs=new.read(outputs), eqns=new.eqns)
-    run_body = jax_fun(taken.closed)
-
-    def with_rows(*args: Any) -> list[Any]:
-        k = len(args) - len(rows)
-        results = run_body(*args[:k], *(row[None] for row in args[k:]))
-        k = len(results) - len(summed)
-        return [*results[:k], *(row[0] for row in results[k:])]
-
-    def run(*operands: Any) -> list[Any]:
-        consts, init, xs = scan.parted(operands)
-        whole = [x for k, x in enumerate(consts) if k not in read]
-        carry, ys = scan.run(with_rows, whole, [init[k] for k in carried], [*xs, *(consts[k] for k in read)])
-        found = dict(zip(carried, carry, strict=True)) | dict(zip(summed, ys[len(ys) - len(summed) :], strict=True))
-        return [*(found[k] for k in range(m)), *ys[: len(ys) - len(summed)]]
-
-    return run
-
-
-# Rows in host memory -------------------------------------------------------------------------------------------------
-
-
-def _moved_as_a_whole(program: Program, at: int) -> Program:
-    """Take the moves of rows between memories out of equation ``at``, a scan, and the rows of leaves that it hands on.
-
-    No step should load its parameters as a whole before the passes, but in this form a plan sees which rows a scan
-    reads.
-    """
-    scan = scan_of(program.eqns[at])
-    assert scan is not None
-    loaded = made_cheaply(program.eqns[:at])
-    leaves = loaded | {v for v in program.inputs if is_host_aval(v.aval)}
-    of_leaves = [k for k, x in enumerate(scan.xs) if isinstance(x, Var) and x in leaves]
-    # a policy of jax.checkpoint sends activations to host memory, where another scan reads them
-    activations = {v for eqn in program.eqns[at + 1 :] if eqn.primitive.name == "scan" for v in variables(eqn.invars)}
-    if not of_leaves and not any(is_host_aval(y.aval) and y not in activations for y in scan.ys):
-        return program
-    body, m = flat(scan.body, opens=lambda _: True), len(scan.init)
-    rows = body.inputs[len(body.inputs) - len(scan.xs) :]
-    on_device = {v: Var(on_device_aval(v.aval)) for k in of_leaves if is_host_aval((v := rows[k]).aval)}
-    new = _without_loads(body, on_device)
-    outputs = [] if new is None else new.read(body.outputs)
-    if new is None or [is_host_aval(v.aval) for v in outputs[:m]] != [is_host_aval(v.aval) for v in body.outputs[:m]]:
-        return program
-    row_of, cheap = {on_device.get(rows[k], rows[k]): k for k in of_leaves}, set[Var]()
-    stores = dict[Var, Atom]()
-    for eqn in new.eqns:
-        ins = variables(eqn.invars)
-        if eqn.primitive.name == "optimization_barrier":
-            row_of |= {v: row_of[x] for x, v in zip(eqn.invars, eqn.outvars, strict=True) if x in row_of}
-        elif is_store(eqn):
-            stores[eqn.outvars[0]] = eqn.invars[0]
-        elif ins and eqn.primitive.name in ELEMENTWISE | SHAPES and all(v in row_of or v in cheap for v in ins):
-            cheap.update(eqn.outvars)
-    made = list[Atom]()  # rows that the body still makes
-    again = dict[int, Slice]()  # number of one of the ys -> the slice that makes it from leaves
-    for j, v in enumerate(outputs[m:]):
-        if isinstance(v, Var) and (v in row_of or v in cheap):
-            eqns, _ = needed_for(new.eqns, [v], through=lambda eqn: cheap.issuperset(eqn.outvars))
-            again[j] = slice_of(eqns, [v], body.debug_info, {})
-        elif scan.ys[j] in activations or isinstance(v, Literal):
-            made.append(v)
-        else:
-            made.append(stores.get(v, v))
-            if is_host_aval(made[-1].aval):
-                return program
-    if not (on_device or again or stores):
-        return program
-    results = [*outputs[:m], *made]
-    eqns, _ = needed_for(new.eqns, variables(results), kept=lambda eqn: bool(eqn.effects))
-    inputs = [on_device.get(v, v) for v in body.inputs]
-    run_body = jax_fun(dataclasses.replace(body, inputs=inputs, outputs=results, eqns=eqns).closed)
-
-    def run(*operands: Any) -> list[Any]:
-        consts, init, xs = scan.parted(operands)
-        wholes = [to_device(x) for x in xs]
-        carry, ys = scan.run(run_body, [*body.consts, *consts], init, wholes)
-        rest = iter(ys)
-        for j, y in enumerate(scan.ys):
-            if j not in again:
-                x = next(rest)
-            elif again[j].jaxpr.eqns:
-                x = jax.vmap(lambda *rows, s=again[j]: s.run(*rows)[0])(*(wholes[row_of[v]] for v in again[j].inputs))
-            else:
-                (v,) = again[j].outputs
-                x = (xs if is_host_aval(y.aval) else wholes)[row_of[v]]
-            carry.append(to_host(x) if is_host_aval(y.aval) else x)
-        return carry
-
-    return replaced(program, program.eqns[at], run)
-
-
-_ARITHMETIC = ELEMENTWISE - PLACED - {"optimization_barrier", MARK}
-
-
-def _on_the_device(new: Builder, eqn: Equation, operands: list[Atom]) -> Sequence[Atom] | None:
-    """Run elementwise arithmetic on arrays in host memory, such as the sum of parameters and updates, on the device."""
-    if eqn.primitive.name not in _ARITHMETIC or not is_host_aval(eqn.outvars[0].aval):
-        return None
-    if not eqn.outvars[0].aval.shape or not all(is_host_aval(v.aval) for v in operands if v.aval.shape):
-        return None
-
-    def run(*xs: Any) -> list[Any]:
-        return [to_host(x) for x in run_equation(eqn, [to_device(x) for x in xs], eqn.params)]
-
-    return new.run(run, *operands, like=eqn)
-
-
-def made_cheaply(eqns: Sequence[Equation], start: Iterable[Var] = ()) -> set[Var]:
-    """Return ``start``, the values that are loaded whole from host memory, and cheap functions of both."""
-    found = {*start}
-    for eqn in eqns:
-        ins = variables(eqn.invars)
-        if is_load(eqn) or (ins and eqn.primitive.name in ELEMENTWISE | SHAPES and found.issuperset(ins)):
-            found.update(eqn.outvars)
-    return found
-
-
-def _without_loads(body: Program, on_device: Mapping[Var, Var]) -> Builder | None:
-    """Build a body's equations for rows that are on the device; ``None`` if one needs a row in host memory.
-
-    ``on_device``: the variables that stand for rows in host memory.
-    """
-    new = Builder(names={**on_device})
-    for eqn in body.eqns:
-        ins = new.read(eqn.invars)
-        moved = [is_host_aval(v.aval) and not is_host_aval(x.aval) for x, v in zip(ins, eqn.invars, strict=True)]
-        if not any(moved):
-            new.put(eqn, ins)
-        elif is_load(eqn):
-            new.names[eqn.outvars[0]] = ins[0]
-        elif eqn.primitive.name == "optimization_barrier":
-            outs = [Var(x.aval) if m else v for x, v, m in zip(ins, eqn.outvars, moved, strict=True)]
-            new.names.update(zip(eqn.outvars, outs, strict=True))
-            new.eqns.append(eqn.replace(invars=ins, outvars=outs))
-        else:
-            return None
-    return new
-
-
-# Layers that the step has stacked ------------------------------------------------------------------------------------
-
-
-def _unrolled(program: Program) -> Program:
-    """Unroll the scans over stacks of parameters. Scans over stacks of batches stay."""
-    layers, stacks = _layers(program), set[Var]()
-    for eqn in program.eqns:
-        if eqn.primitive.name == "stack" and eqn.params["axis"] == 0 and len(eqn.invars) <= _MOST_UNROLLED:
-            stacks.update(eqn.outvars if all(isinstance(v, Var) and v in layers for v in eqn.invars) else ())
-    if not any(eqn.primitive.name == "scan" and not stacks.isdisjoint(variables(eqn.invars)) for eqn in program.eqns):
-        return program
-    rows: dict[Atom, list[Atom]] = {}  # a stack -> its rows, which are read instead
-
-    def rule(new: Builder, eqn: Equation, operands: list[Atom]) -> Sequence[Atom] | None:
-        if not stacks.isdisjoint(eqn.outvars):
-            rows[eqn.outvars[0]] = operands
-        if eqn.primitive.name == "unstack" and eqn.params["axis"] == 0 and rows_of(operands[0]):
-            return rows[operands[0]]
-        scan = scan_of(eqn)
-        if scan is None or not any(map(rows_of, (parted := scan.parted(operands))[2])):
-            return None
-        body, (consts, carry, xs), ys = flat(scan.body), parted, list[list[Atom]]()
-        for k in range(scan.length)[:: -1 if scan.reverse else 1]:
-            each = (rows_of(x)[k] if rows_of(x) else new.run(lambda x, k=k: x[k], x)[0] for x in xs)
-            results = new.call(body, [*consts, *carry, *each])
-            carry, y = results[: len(carry)], results[len(carry) :]
-            ys.append(y)
-        for y in zip(*ys[:: -1 if scan.reverse else 1], strict=True):
-            carry += new.run(lambda *xs: jnp.stack(xs), *y)
-            rows[carry[-1]] = list(y)
-        return carry
-
-    def rows_of(x: Atom) -> list[Atom]:
-        return [] if isinstance(x, Literal) else rows.get(x, [])
-
-    return rebuilt(program, rule)
-
-
-def _layers(program: Program) -> dict[Var, Var]:
-    """Map the arguments of the step that an update reads, and casts of them, to the arguments."""
-    read = {v for eqn in program.eqns if is_update(eqn) for v in variables(eqn.invars)}
-    found = {v: v for v in program.inputs if v in read}
-    for eqn in program.eqns:
-        if eqn.primitive.name == "convert_element_type" and isinstance(v := eqn.invars[0], Var) and v in found:
-            found[eqn.outvars[0]] = found[v]
-    return found
-
-
-# Two scans over the same layers ------------------------------------------------------------------------------------
-
-
-def _joined(program: Program) -> Program:
-    """Join each scan with the next loop, if both run over the rows of one array and neither needs the other.
-
-    Two passes through one network become one, as in a siamese network, or for the chosen and the rejected answers of
-    DPO. One iteration then computes for as long as both, and makes the sum of both gradients.
-    """
-    loops = [at for at, eqn in enumerate(program.eqns) if holds(eqn, is_loop)]
-    joined = (_both(program, at, after) for at, after in itertools.pairwise(loops))
-    both = next((each for each in joined if each is not None), None)
-    return program if both is None else _joined(both)
-
-
-def _both(program: Program, at: int, after: int) -> Program | None:
-    """Return the program with one scan in place of the scans ``at`` and ``after``; ``None`` if they are not alike."""
-    eqns = program.eqns
-    one, other = scan_of(eqns[at]), scan_of(eqns[after])
-    if one is None or other is None:
-        return None
-    if (one.length, one.reverse, one.unroll) != (other.length, other.reverse, other.unroll):
-        return None
-    layers = _layers(program)
-    read, also_read = ({layers[v] for v in variables(scan.xs) if v in layers} for scan in (one, other))
-    before, _ = needed_for(eqns[at:after], variables(eqns[after].invars))
-    moved = {*map(id, before)}
-    if read.isdisjoint(also_read) or id(eqns[at]) in moved:
-        return None
-    if any(eqn.effects for eqn in (*before, eqns[at], eqns[after])):
-        return None
-    run_one, run_other = jax_fun(one.body), jax_fun(other.body)
-    operands = [*eqns[at].invars, *eqns[after].invars]
-    n, m, k = len(eqns[at].invars), len(one.init), len(one.ys)
-
-    def run(*given: Any) -> list[Any]:
-        (consts, init, xs), (more, after_init, rows) = one.parted(given[:n]), other.parted(given[n:])
-
-        def body(*args: Any) -> list[Any]:
-            carry, row = args[: m + len(after_init)], args[m + len(after_init) :]
-            made = run_one(*consts, *carry[:m], *row[: len(xs)])
-            also = run_other(*more, *carry[m:], *row[len(xs) :])
-            return [*made[:m], *also[: len(after_init)], *made[m:], *also[len(after_init) :]]
-
-        carry, ys = one.run(body, [], [*init, *after_init], [*xs, *rows])
-        return [*carry[:m], *ys[:k], *carry[m:], *ys[k:]]
-
-    new = Builder([*eqns[:at], *before])
-    results = new.run(run, *operands, like=eqns[at])
-    new.names.update(zip([*eqns[at].outvars, *eqns[after].outvars], results, strict=True))
-    for eqn in eqns[at + 1 :]:
-        if eqn is not eqns[after] and id(eqn) not in moved:
-            new.put(eqn)
-    return dataclasses.replace(program, eqns=new.eqns, outputs=new.read(program.outputs))

@@ -19,29 +19,25 @@ from jax_offload._program.jaxprs import (
     Equation,
     Literal,
     Var,
-    branches_of,
     inner_of,
     jaxpr_like,
     jaxpr_of,
     variables,
 )
 from jax_offload._program.memory import is_host_aval, to_host
-from jax_offload._program.primitives import CHECKPOINT, ELEMENTWISE, gate_equation, is_cheap
+from jax_offload._program.primitives import CHECKPOINT, ELEMENTWISE, gate_equation
 from jax_offload._program.private import manual_axes_of
 from jax_offload._program.program import (
     Builder,
     Program,
-    choice,
     decomposed,
     flat,
     is_load,
     is_store,
     kept_apart,
-    rebuilt,
     unguarded,
-    without_round_trips,
 )
-from jax_offload._program.propagate import Facts, Mask, Node, needed_for, union
+from jax_offload._program.propagate import Facts, Mask, Node, union
 from jax_offload._schedule.after import FLOPS_PER_BYTE
 from jax_offload._schedule.gates import gradients_in_turn, is_heavy_equation
 from jax_offload._schedule.schedule import Gate, same_type
@@ -170,25 +166,6 @@ def with_program(update: Update, program: Program, names: dict[Var, Atom]) -> Up
     )
 
 
-def joined(updates: Sequence[Update]) -> Update:
-    """Return one localised update of all leaves of several. Its equations are the first one's."""
-    first, programs = updates[0], [update.program for update in updates]
-    program = dataclasses.replace(
-        first.program,
-        inputs=list(dict.fromkeys(v for each in programs for v in each.inputs)),
-        shards={v: shards for each in programs for v, shards in each.shards.items()},
-    )
-    return dataclasses.replace(
-        first,
-        program=program,
-        gradients=tuple(dict.fromkeys(v for each in updates for v in each.gradients)),
-        names={v: name for each in updates for v, name in each.names.items()},
-        next_values={v: old for each in updates for v, old in each.next_values.items()},
-        claims=[claim for each in updates for claim in each.claims],
-        rank={v: rank for each in updates for v, rank in each.rank.items()},
-    )
-
-
 def consisting_of(update: Update, eqns: Sequence[Equation], wanted: Set[Var]) -> Update:
     """Build an update from some equations that returns their ``wanted`` results."""
     recipe, defined = update.program, {v for eqn in eqns for v in eqn.outvars}
@@ -249,15 +226,36 @@ def inlined(program: Program) -> Inlined | None:
     next_of, shards = dict[Var, Var](), dict(program.shards)
     new, stored = Builder(eqns), dict[Atom, Atom]()  # value moved to the host -> the same on the device
     earlier = set[Atom]()  # values that it has moved there before the last pass: an update loads these again
+    leaves = {v for v in program.inputs if v.aval.shape}  # a count that all pieces load would keep them together
+    loads = {eqn.outvars[0]: eqn for eqn in program.eqns if is_load(eqn) and eqn.invars[0] in leaves}
+
+    def put(eqn: Equation, results: Set[Var] = frozenset(), again: Set[Atom] = frozenset()) -> bool:
+        """Append an equation, unless it loads a value that is still on the device, none of those to load ``again``, and
+        makes none of the ``results`` that have to stay."""
+        operands = new.read(eqn.invars)
+        if is_load(eqn) and eqn.outvars[0] not in results and operands[0] not in again:
+            origin = stored.get(operands[0])
+            if origin is not None and origin.aval == eqn.outvars[0].aval:
+                new.names[eqn.outvars[0]] = origin
+                return False
+        new.put(eqn, operands)
+        stored.update({eqn.outvars[0]: operands[0]} if is_store(eqn) else {})
+        return True
+
     for eqn in program.eqns:
         if not is_update(eqn):
             if len(earlier) < len(stored) and is_heavy_equation(eqn):
                 earlier.update(stored)
-            _put(new, stored, eqn, set())
+            put(eqn)
             continue
-        update, results = localised(eqn.replace(invars=new.read(eqn.invars))), {*eqn.outvars}
-        for each in decomposed(update.program.eqns):
-            if _put(new, stored, each, results, earlier):
+        operands, again = new.read(eqn.invars), Builder()  # an update loads leaves by itself, beside a pass
+        again.copy(*(loads[v] for v in dict.fromkeys(variables(operands)) if v in loads))
+        update, results = localised(eqn.replace(invars=again.read(operands))), {*eqn.outvars}
+        leaf_of = {each.outvars[0]: each.invars[0] for each in again.eqns}
+        olds = {v: leaf_of.get(old, old) for v, old in update.next_values.items()}
+        update = dataclasses.replace(update, next_values=olds)
+        for each in [*again.eqns, *decomposed(update.program.eqns)]:
+            if put(each, results, earlier):
                 own[id(eqns[-1])] = len(updates)
         updates.append(update)
         # An update that is the rest of one does not make all of its results.
@@ -266,33 +264,55 @@ def inlined(program: Program) -> Inlined | None:
         shards |= {v: shards[x] for v, x in pairs.items() if x in shards and v.aval.shape == x.aval.shape}
         next_of |= pairs
     step = dataclasses.replace(program, eqns=eqns, outputs=new.read(program.outputs), shards=shards)
-    return _with_parameters(Inlined(step, tuple(updates), own, next_of, _waiting(step, next_of), like))
+    found = _with_arithmetic(Inlined(step, tuple(updates), own, next_of, {}, like))
+    return dataclasses.replace(found, waiting=_waiting(found.program, found.next_of))
 
 
-def _with_parameters(step: Inlined) -> Inlined:
-    """Let an update also add its results to parameters in host memory, which then stream with its state.
+def _with_arithmetic(step: Inlined) -> Inlined:
+    """Let an update also run the arithmetic behind it that makes next values of its results: their sum with parameters
+    in host memory, and the choice between new and old values. These then stream with its state.
 
-    Where ``optax.apply_updates`` stands behind the update it would load them as a whole.
+    In the step this arithmetic would load them as a whole.
     """
-    of = {v: step.own[id(eqn)] for eqn in step.program.eqns if id(eqn) in step.own for v in eqn.outvars}
-    taken, next_of, updates = dict[int, int](), dict[Var, Var](), [*step.updates]
-    for v, old in step.waiting.items():
-        chain, needs = needed_for(step.program.eqns, [v], lambda eqn: id(eqn) not in step.own and _adds_up(eqn))
-        given = needs - {x for eqn in chain for x in eqn.outvars}
-        numbers = {of[x] for x in given if x in of}
-        if old in given and len(numbers) == 1 and of.keys() >= given - {old}:
-            (number,) = numbers
-            next_of[v] = old
-            taken |= dict.fromkeys(map(id, chain), number)
-            claims = [*updates[number].claims]  # none if the update has no state in host memory
+    program, own, next_of, updates = step.program, {**step.own}, {**step.next_of}, [*step.updates]
+    old_of = {v: v for v in program.inputs}  # also of copies, sums and choices
+    old_of |= {v: old for v, old in next_of.items() if old in old_of}
+    number_of = {v: own[id(eqn)] for eqn in program.eqns if id(eqn) in own for v in eqn.outvars}
+    behind: dict[Var, dict[int, Equation]] = {}  # a value -> the equations behind the update that make it
+    for eqn in program.eqns:
+        arrays, (out, *_) = [v for v in variables(eqn.invars) if v.aval.shape], (*eqn.outvars, None)
+        if id(eqn) in own or out is None:
+            old_of |= {v: old_of[out] for v in arrays if is_store(eqn) and out in old_of}
+            continue
+        olds = {old_of[v] for v in arrays if v in old_of}
+        numbers = {number_of[v] for v in arrays if v in number_of}
+        known = all(v in old_of or v in number_of or v in behind for v in arrays)
+        continues = eqn.primitive.name in ELEMENTWISE and len(olds) == 1 and len(numbers) <= 1 and known
+        continues = continues and bool(numbers or any(is_host_aval(old.aval) for old in olds))
+        if continues or (eqn.primitive.name == "broadcast_in_dim" and not arrays):
+            behind[out] = {k: each for v in arrays for k, each in behind.get(v, {}).items()} | {id(eqn): eqn}
+            old_of |= dict.fromkeys([out], *olds) if olds else {}
+            number_of |= dict.fromkeys([out], *numbers) if numbers else {}
+    taken = dict[int, int]()
+    for v in dict.fromkeys(v for v in variables(program.outputs) if v in behind and v in number_of):
+        old, update = old_of[v], updates[number_of[v]]
+        chosen = any(eqn.primitive.name == "select_n" for eqn in behind[v].values())
+        if not same_type(v.aval, old.aval) or not (chosen or is_host_aval(v.aval)):
+            continue
+        taken |= dict.fromkeys(behind[v], number_of[v])
+        next_of, nexts = (
+            {w: x for w, x in each.items() if x is not old} | {v: old} for each in (next_of, update.next_values)
+        )
+        names = dict(update.names) | ({v: update.names[old]} if old in update.names else {})
+        claims = [*update.claims]  # none if the update has no state in host memory
+        if is_host_aval(old.aval):
             claims[:1] = [dataclasses.replace(each, leaves=each.leaves | {old}) for each in claims[:1]]
-            nexts = {**updates[number].next_values, v: old}
-            updates[number] = dataclasses.replace(updates[number], next_values=nexts, claims=claims)
+        updates[number_of[v]] = dataclasses.replace(update, next_values=nexts, names=names, claims=claims)
     if not taken:
         return step
-    loads = {eqn.outvars[0]: eqn for eqn in step.program.eqns if id(eqn) in taken and is_load(eqn)}
-    own, new = {**step.own}, Builder()
-    for eqn in step.program.eqns:
+    loads = {eqn.outvars[0]: eqn for eqn in program.eqns if id(eqn) in taken and is_load(eqn)}
+    new = Builder()
+    for eqn in program.eqns:
         if id(eqn) not in taken or is_load(eqn):
             new.eqns.append(eqn)
             continue
@@ -301,62 +321,23 @@ def _with_parameters(step: Inlined) -> Inlined:
         new.copy(*(loads[v] for v in variables(eqn.invars) if v in loads and v not in new.names))
         new.put(eqn)
         own.update((id(each), taken[id(eqn)]) for each in new.eqns[at:])
-    return dataclasses.replace(
-        step,
-        program=dataclasses.replace(step.program, eqns=new.eqns),
-        updates=tuple(updates),
-        own=own,
-        next_of={**step.next_of, **next_of},
-        waiting={v: old for v, old in step.waiting.items() if v not in next_of},
-    )
-
-
-def _adds_up(eqn: Equation) -> bool:
-    return eqn.primitive.name in ELEMENTWISE or is_load(eqn) or is_store(eqn)
-
-
-def _put(
-    new: Builder, stored: dict[Atom, Atom], eqn: Equation, results: Set[Var], again: Set[Atom] = frozenset()
-) -> bool:
-    """Append an equation, unless it loads what was stored before and is still on the device.
-
-    Args:
-      new: the equations so far.
-      stored: value that they move to the host -> the same value on the device.
-      eqn: the equation.
-      results: the variables that have to stay.
-      again: the values that are loaded again even though they are still on the device.
-    """
-    operands = new.read(eqn.invars)
-    if is_load(eqn) and eqn.outvars[0] not in results and operands[0] not in again:
-        origin = stored.get(operands[0])
-        if origin is not None and origin.aval == eqn.outvars[0].aval:
-            new.names[eqn.outvars[0]] = origin
-            return False
-    new.put(eqn, operands)
-    if is_store(eqn):
-        stored[eqn.outvars[0]] = operands[0]
-    return True
+    program = dataclasses.replace(program, eqns=new.eqns)
+    return dataclasses.replace(step, program=program, updates=tuple(updates), own=own, next_of=next_of)
 
 
 def _waiting(program: Program, next_of: Mapping[Var, Var]) -> dict[Var, Var]:
     """Map each result that a step sends to the host to the argument there that it may overwrite: one of its type that
-    is no other result's old value."""
+    is no other result's old value. Results and arguments have one order."""
+    outputs = dict.fromkeys(variables(program.outputs))
     moved = {eqn.outvars[0] for eqn in program.eqns if eqn.primitive.name == "device_put"}
-    results = [v for v in dict.fromkeys(variables(program.outputs)) if v in moved and is_host_aval(v.aval)]
-    taken = {*next_of.values(), *variables(program.outputs)}
-    free = [v for v in program.inputs if is_host_aval(v.aval) and v not in taken]
+    free = [v for v in program.inputs if is_host_aval(v.aval) and v not in next_of.values() and v not in outputs]
     found: dict[Var, Var] = {}
-    bits = {x: UPDATED << (k + 1) for k, x in enumerate(free)}
-    masks = origins_of(program, bits) if results and free else []
-    made_of = {v: mask for v, mask in zip(program.outputs, masks, strict=bool(masks)) if isinstance(v, Var)}
-    for v in results:
-        alike = [x for x in free if same_type(x.aval, v.aval)] if v not in next_of else []
-        alike.sort(key=lambda x: not made_of[v] & bits[x])  # new parameters go where the old ones were
-        old = next(iter(alike), None)
-        if old is not None:
-            found[v] = old
-            free.remove(old)
+    for v in outputs:
+        if v in moved and is_host_aval(v.aval) and v not in next_of:
+            old = next((x for x in free if same_type(x.aval, v.aval)), None)
+            if old is not None:
+                found[v] = old
+                free.remove(old)
     return found
 
 
@@ -393,56 +374,6 @@ def _of_rows(eqn: Equation, masks: Sequence[Mask]) -> Sequence[Mask] | None:
 
 
 _CARRIED_ON = Facts[Mask](0, union, rule=_of_rows, choice_counts=False)
-
-
-# ---- updates in branches
-
-
-def always_updating(program: Program) -> Program:
-    """Move updates out of branches that hold nothing costly beside them.
-
-    An update that continues from another update's state stays in its branch.
-    """
-    if not any(eqn.primitive.name == "cond" and holds_update(eqn) for eqn in program.eqns):
-        return program
-    inputs = {*program.inputs}
-
-    def rule(new: Builder, eqn: Equation, operands: list[Atom]) -> Sequence[Atom] | None:
-        follows = any(is_host_aval(v.aval) and v not in inputs for v in variables(operands))
-        return None if follows else _unbranched(new, eqn, operands)
-
-    return rebuilt(program, rule)
-
-
-def _unbranched(new: Builder, eqn: Equation, operands: list[Atom]) -> Sequence[Atom] | None:
-    """Run all branches of a ``cond`` that holds updates as one update; ``None`` for any other equation."""
-    if eqn.primitive.name != "cond" or eqn.effects or not holds_update(eqn):
-        return None
-    branches = [rebuilt(flat(branch), _unbranched) for branch in branches_of(eqn)]
-    if not all(is_update(each) or is_cheap(each) for branch in branches for each in branch.eqns):
-        return None
-    which, *given = operands
-    all_eqns, updates, results, like = Builder(), list[Update](), list[list[Atom]](), eqn
-    for branch in branches:
-        inside = all_eqns.inside(branch, given)
-        for each in branch.eqns:
-            inside.copy(each)
-            if is_update(each):
-                updates.append(localised(like := all_eqns.eqns.pop()))
-                all_eqns.eqns += updates[-1].program.eqns
-        results.append(inside.read(branch.outputs))
-    outputs = [choice(all_eqns, which, xs) for xs in zip(*results, strict=True)]
-    own = without_round_trips(Program([], outputs, all_eqns.eqns, [], branches[0].debug_info))
-    update = joined(updates)
-    olds, names, defined = update.next_values, update.names, {v for each in own.eqns for v in each.outvars}
-    chosen = [(v, x) for v, *xs in zip(own.outputs, *results, strict=True) if v in defined for x in variables(xs)]
-    update = dataclasses.replace(
-        consisting_of(update, own.eqns, {*variables(own.outputs)}),
-        next_values={**olds, **{v: olds[x] for v, x in chosen if x in olds}},
-        names={**names, **{v: names[x] for v, x in chosen if x in names}},
-    )
-    new.eqns.append(equation_of(update, like))
-    return own.outputs
 
 
 # ---- a step whose model computes with parameters in host memory

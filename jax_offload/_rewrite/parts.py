@@ -406,10 +406,6 @@ class Cut:
     update: Slice
     after: Slice
 
-    @property
-    def parts(self) -> tuple[Slice, Slice, Slice]:
-        return self.before, self.update, self.after
-
 
 def cut_step(program: Program) -> Cut:
     """Cut a step's program, in which every ``jit`` is inlined, at its updates.

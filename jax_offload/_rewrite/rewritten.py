@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
+import itertools
 import warnings
 from collections.abc import Iterable, Sequence, Set
 from typing import Any, NamedTuple
@@ -18,8 +18,6 @@ from jax_offload._program.jaxprs import (
     Atom,
     ClosedJaxpr,
     Equation,
-    Literal,
-    Scan,
     Var,
     holds,
     holds_inside,
@@ -46,8 +44,8 @@ from jax_offload._program.program import (
     without_effects_of_axes,
 )
 from jax_offload._program.propagate import Node, made_of, needed_for
-from jax_offload._program.slices import Slice, slice_of
-from jax_offload._rewrite.canonical import canonical, inside_shard_maps, made_cheaply
+from jax_offload._program.slices import Slice
+from jax_offload._rewrite.canonical import Loop, canonical, inside_shard_maps, made_cheaply
 from jax_offload._rewrite.inlined import Inlined, equation_of, put_gate
 from jax_offload._rewrite.parts import Parts, decided, parts_of
 from jax_offload._schedule.in_scan import InScan
@@ -66,8 +64,11 @@ def rewritten(closed: ClosedJaxpr) -> ClosedJaxpr:
             "the new state, as in `params, state = jo.update_params(tx, grads, state, params)`.",
             stacklevel=2,
         )
-    if any(map(_holds_driven, program.eqns)):
-        return _saying(closed, [_cut_at(program)])
+    if driven := [eqn for eqn in program.eqns if _holds_driven(eqn)]:
+        on_disk = [eqn for eqn in driven if holds_update(eqn, lambda update: bool(update.on_disk))]
+        option, at = ("disk=", on_disk[0]) if on_disk else ("update_on=", driven[0])
+        why = f"{option} cuts the step at this update; without it the backward pass may hold the update"
+        return _saying(closed, [located(why, at)])
     if lost is not None:
         return _saying(closed, [lost.why])
     try:
@@ -76,7 +77,7 @@ def rewritten(closed: ClosedJaxpr) -> ClosedJaxpr:
         found = None if ordered(plain.effects) else parts_of(_noted_inside(plain))
         if found is not None and (found.moved or any(map(_runs_passes, plain.eqns))):
             program = _put_together(found)
-            within = _within_loops(program, found.step.like)
+            within = _in_loops(program, found.step.like)
             if found.moved or within is not program:
                 return within.closed
     except Exception as fault:  # whatever is wrong with a rewritten step, the one that was written runs
@@ -94,11 +95,7 @@ def is_driven(closed: ClosedJaxpr) -> bool:
 
 def _holds_driven(eqn: Equation) -> bool:
     """Whether an equation is or holds an update that Python drives, or uses a leaf on disk."""
-
-    def driven(each: Equation) -> bool:
-        return each.primitive in (READ, WRITE) or (is_update(each) and each.params["update"].driven)
-
-    return holds(eqn, driven)
+    return holds_update(eqn, lambda update: update.driven) or holds(eqn, lambda each: each.primitive in (READ, WRITE))
 
 
 def _put_together(found: Parts) -> Program:
@@ -133,86 +130,6 @@ def _put_together(found: Parts) -> Program:
     return dataclasses.replace(program, eqns=new.eqns, outputs=new.read(program.outputs))
 
 
-# ---- loops that run passes in each iteration, such as one over microbatches
-
-
-def _within_loops(program: Program, like: Equation) -> Program:
-    """Let such loops load rows of parameters, and add rows of gradients to their sums, in the scans inside them.
-
-    Returns the same program where no loop can. ``like``: an equation of an update of the step.
-    """
-    if not any(map(_runs_passes, program.eqns)):
-        return program
-    loaded, at = made_cheaply(program.eqns), {id(eqn): k for k, eqn in enumerate(program.eqns)}
-    changed = list[Equation]()
-
-    def rule(new: Builder, eqn: Equation, operands: list[Atom]) -> Sequence[Atom] | None:
-        if (scan := scan_of(eqn)) is None or not _runs_passes(eqn):
-            return None
-        loads = dict[int, Slice]()  # number of a const -> the equations that make it from leaves in host memory
-        for k, x in enumerate(scan.consts):
-            if isinstance(x, Var) and x in loaded:
-                eqns, _ = needed_for(program.eqns[: at[id(eqn)]], [x], lambda eqn: loaded.issuperset(eqn.outvars))
-                loads[k] = slice_of(eqns, [x], program.debug_info, program.shards)
-        if (body := _in_each_iteration(program, scan, loads, like)) is None:
-            return None
-        changed.append(eqn)
-        again, run_body = [*loads.values()], jax_fun(body.closed)
-
-        def run(*given: Any) -> list[Any]:
-            leaves, operands = given[: len(given) - len(eqn.invars)], given[len(given) - len(eqn.invars) :]
-            consts, init, xs = scan.parted(operands)
-            kept = [x for k, x in enumerate(consts) if k not in loads]
-            return [x for part in scan.run(run_body, [*leaves, *kept], init, xs) for x in part]
-
-        return new.run(run, *(v for s in again for v in new.read(s.inputs)), *operands, like=eqn)
-
-    found = rebuilt(program, rule)
-    eqns, _ = needed_for(found.eqns, variables(found.outputs), kept=lambda eqn: bool(eqn.effects))
-    return dataclasses.replace(found, eqns=eqns) if changed else program
-
-
-def _runs_passes(eqn: Equation) -> bool:
-    """Whether an equation is a loop with a loop inside, and neither updates nor effects."""
-    inside = scan_of(eqn) is not None and not eqn.effects and holds_inside(eqn, is_loop)
-    return inside and not holds_update(eqn)
-
-
-def _in_each_iteration(program: Program, scan: Scan, loads: dict[int, Slice], like: Equation) -> Program | None:
-    """Rewrite the body of a loop; ``None`` if its scans neither load nor add up rows.
-
-    Args:
-      program: the step.
-      scan: the loop.
-      loads: number of a const -> the equation that loads it. Loads of whole arrays in an iteration are removed.
-      like: an equation of an update of the step.
-    """
-    leaves = [v for s in loads.values() for v in s.inputs]
-    kept = [v for k, v in enumerate(scan.body.jaxpr.invars) if k not in loads]
-    outer = [*leaves, *(x for k, x in enumerate([*scan.consts, *scan.init]) if k not in loads)]
-
-    def run(*operands: Any) -> list[Any]:
-        given, rest = iter(operands[: len(leaves)]), iter(operands[len(leaves) :])
-        made = {k: s.run(*(next(given) for _ in s.inputs))[0] for k, s in loads.items()}
-        consts = [made[k] if k in made else next(rest) for k in range(len(scan.consts))]
-        return jax_fun(scan.body)(*consts, *rest)
-
-    body = canonical(flat(jaxpr_of(run, *(v.aval for v in (*leaves, *kept)))[0]))
-    inputs, m = body.inputs[len(body.consts) :], len(scan.init)
-    shards = {
-        v: program.shards[x] for v, x in zip(inputs, outer, strict=False) if isinstance(x, Var) and x in program.shards
-    }
-    carried = zip(body.outputs, inputs[len(outer) - m : len(outer)], strict=False)
-    next_of = {v: old for v, old in carried if isinstance(v, Var) and v not in inputs}
-    parts = decided(Inlined(dataclasses.replace(body, shards=shards), (), {}, next_of, {}, like))
-    whole = {v for part in parts.parts if isinstance(part.payload, Slice) for v in part.payload.loads}
-    if whole := {v for v, x in zip(leaves, inputs, strict=False) if x in whole}:
-        for k in [k for k, s in loads.items() if not whole.isdisjoint(s.inputs)]:
-            del loads[k]
-        return _in_each_iteration(program, scan, loads, like)
-    return _put_together(parts) if parts.moved else None
-
-
 def _in_scan(found: Parts, part: Node) -> ClosedJaxpr:
     """Trace a scan with updates inside."""
     this: InScan = part.payload
@@ -228,11 +145,80 @@ def _in_scan(found: Parts, part: Node) -> ClosedJaxpr:
     return jaxpr_of(or_batched(run, one_by_one), *(v.aval for v in part.reads))[0]
 
 
-def _cut_at(program: Program) -> str:
-    driven = [eqn for eqn in program.eqns if _holds_driven(eqn)]
-    on_disk = [eqn for eqn in driven if holds_update(eqn, lambda u: isinstance(u, Update) and bool(u.on_disk))]
-    option, at = ("disk=", on_disk[0]) if on_disk else ("update_on=", driven[0])
-    return located(f"{option} cuts the step at this update; without it the backward pass may hold the update", at)
+# ---- loops that run passes in each iteration, such as one over microbatches
+
+
+def _runs_passes(eqn: Equation) -> bool:
+    """Whether an equation is a loop with a loop inside, and neither updates nor effects."""
+    inside = scan_of(eqn) is not None and not eqn.effects and holds_inside(eqn, is_loop)
+    return inside and not holds_update(eqn)
+
+
+def _in_loops(program: Program, like: Equation) -> Program:
+    """Let such loops load rows of parameters, and add rows of gradients to their sums, in the scans inside them.
+
+    Returns the same program where no loop can. ``like``: an equation of an update of the step.
+    """
+    if not any(map(_runs_passes, program.eqns)):
+        return program
+    changed = list[Loop]()
+
+    def rule(new: Builder, eqn: Equation, operands: list[Atom]) -> Sequence[Atom] | None:
+        loop = Loop.of(eqn, operands) if _runs_passes(eqn) else None
+        if loop is None:
+            return None
+        loaded = made_cheaply(new.eqns)
+        again = {v for v, x in loop.consts.items() if isinstance(x, Var) and x in loaded}
+        if not _in_each_iteration(program, new.eqns, loop, again, like):
+            return None
+        changed.append(loop)
+        loop.put(new)
+        return new.read(eqn.outvars)
+
+    found = rebuilt(program, rule)
+    eqns, _ = needed_for(found.eqns, variables(found.outputs), kept=lambda eqn: bool(eqn.effects))
+    return dataclasses.replace(found, eqns=eqns) if changed else program
+
+
+def _in_each_iteration(
+    program: Program, before: Sequence[Equation], loop: Loop, again: Set[Var], like: Equation
+) -> bool:
+    """Rewrite the body of a loop; return whether its scans load or add up rows.
+
+    Args:
+      program: the step.
+      before: the equations ahead of the loop.
+      again: the whole arrays that an iteration is to make of leaves by itself, to load only rows of them.
+      like: an equation of an update of the step.
+    """
+    body, consts = Builder(), {v: x for v, x in loop.consts.items() if v not in again}
+    leaves_of = dict[Var, set[Var]]()
+    for v in again:
+        eqns, needs = needed_for(before, variables([loop.consts[v]]))
+        body.copy(*eqns)
+        body.names[v] = body.read([loop.consts[v]])[0]
+        leaves_of[v] = {x for x in needs if is_host_aval(x.aval)}
+        consts |= {x: x for x in leaves_of[v]}
+    for eqn in loop.eqns:
+        body.put(eqn)
+    tried = dataclasses.replace(loop, consts=consts)
+    tried.renew(body.eqns, body.read(loop.returned))
+    plain = canonical(tried.body)
+    operand_of = {**consts, **{v: first for v, (first, _, _) in loop.carry.items()}}
+    shards = {v: program.shards[x] for v, x in operand_of.items() if isinstance(x, Var) and x in program.shards}
+    carried = zip(plain.outputs, loop.carry, strict=False)
+    next_of = {v: old for v, old in carried if isinstance(v, Var) and v not in plain.inputs}
+    parts = decided(Inlined(dataclasses.replace(plain, shards=shards), (), {}, next_of, {}, like))
+    whole = {v for part in parts.parts if isinstance(part.payload, Slice) for v in part.payload.loads}
+    if stay := {v for v in again if not leaves_of[v].isdisjoint(whole)}:
+        return _in_each_iteration(program, before, loop, again - stay, like)
+    if parts.moved:
+        loop.consts, done = consts, _put_together(parts)
+        loop.renew(done.eqns, done.outputs)
+    return parts.moved
+
+
+# ---- reasons, in the updates of a step that stays as it was written
 
 
 def _saying(closed: ClosedJaxpr, why: Iterable[str], but: Set[int] = frozenset()) -> ClosedJaxpr:
@@ -244,9 +230,9 @@ def _saying(closed: ClosedJaxpr, why: Iterable[str], but: Set[int] = frozenset()
         if not is_update(eqn) or id(eqn.params["update"]) in but:
             return None
         update = dataclasses.replace(eqn.params["update"], stays=stays)
-        noted = eqn.replace(params=eqn.params | {"update": update})
-        ins = [Var(v.aval) if isinstance(v, Literal) else v for v in eqn.invars]
-        return Program(ins, list(eqn.outvars), [noted.replace(invars=ins)], [], closed.jaxpr.debug_info)
+        ins = [Var(v.aval) for v in eqn.invars]
+        noted = eqn.replace(invars=ins, params=eqn.params | {"update": update})
+        return Program(ins, [*eqn.outvars], [noted], [], closed.jaxpr.debug_info)
 
     return ClosedJaxpr(expanded(closed.jaxpr, with_reasons), closed.consts)
 
@@ -265,43 +251,6 @@ def _inside(words: str, program: Program) -> dict[str, None]:
     return dict.fromkeys(located(words.format(eqn.primitive.name), eqn) for eqn in inside)
 
 
-def _by_step(program: Program) -> ClosedJaxpr | None:
-    """Rewrite the body of a loop over steps, or of a ``shard_map``, that holds a step's only update, as a step; and
-    the bodies of other ``shard_map``s that load parameters from host memory."""
-    holding = [eqn for eqn in program.eqns if holds_update(eqn)]
-    if len(holding) > 1 or program.effects:
-        return None
-    if not all(_is_sharded(eqn) or scan_of(eqn) is not None for eqn in holding):
-        return None
-
-    def rule(new: Builder, eqn: Equation, operands: list[Atom]) -> Sequence[Atom] | None:
-        if (scan := scan_of(eqn)) is not None and eqn in holding:
-            run = functools.partial(_steps, scan)
-        elif _is_sharded(eqn) and (eqn in holding or any(is_host_aval(v.aval) for v in operands)):
-            body = without_effects_of_axes(flat(ClosedJaxpr(eqn.params["jaxpr"], []))).closed
-            run = sharded_like(eqn, lambda *operands: jax_fun(rewritten(body))(*operands))
-        else:
-            return None
-        return new.run(run, *operands, like=eqn)
-
-    return rebuilt(program, rule).closed
-
-
-def _is_sharded(eqn: Equation) -> bool:
-    return eqn.primitive.name == "shard_map" and not _varies_behind_barriers(eqn)
-
-
-def _varies_behind_barriers(eqn: Equation) -> bool:
-    """Whether jax lets everything that a barrier in a ``shard_map`` returns vary over its axes, as jax 0.10 does."""
-    return eqn.params["check_vma"] and jax.__version_info__ < (0, 11)
-
-
-def _steps(scan: Scan, *operands: Any) -> list[Any]:
-    """Run a loop over steps, each as ``rewritten``."""
-    carry, ys = scan.run(jax_fun(rewritten(scan.body)), *scan.parted(operands))
-    return [*carry, *ys]
-
-
 def _why_not(program: Program) -> Iterable[str]:
     """Why no update moves in a step that stays unchanged."""
     if any(map(holds_update, program.eqns)) and (names := ordered(program.effects)):
@@ -312,10 +261,30 @@ def _why_not(program: Program) -> Iterable[str]:
     return _inside(words, program)
 
 
-# ---- checks of a step before and after it is rewritten
-#
-# A policy decides what runs where. If it leaves out an operand, or frees a buffer too early, the step that was
-# written runs instead: such a fault costs time, and never a crash or a number.
+def _by_step(program: Program) -> ClosedJaxpr | None:
+    """Rewrite the body of a loop over steps, or of a ``shard_map``, that holds a step's only update, as a step; and
+    the bodies of other ``shard_map``s that load parameters from host memory."""
+    holding = [eqn for eqn in program.eqns if holds_update(eqn)]
+    if len(holding) > 1 or program.effects or not all(_is_sharded(eqn) or scan_of(eqn) for eqn in holding):
+        return None
+
+    def rule(new: Builder, eqn: Equation, operands: list[Atom]) -> Sequence[Atom] | None:
+        if (loop := scan_of(eqn)) is not None and eqn in holding:
+            step = jax_fun(rewritten(loop.body))
+            return new.run(lambda *given: [*itertools.chain(*loop.run(step, *loop.parted(given)))], *operands, like=eqn)
+        if _is_sharded(eqn) and (eqn in holding or any(is_host_aval(v.aval) for v in operands)):
+            body = without_effects_of_axes(flat(ClosedJaxpr(eqn.params["jaxpr"], []))).closed
+            return new.run(sharded_like(eqn, lambda *given: jax_fun(rewritten(body))(*given)), *operands, like=eqn)
+        return None
+
+    return rebuilt(program, rule).closed
+
+
+def _is_sharded(eqn: Equation) -> bool:
+    """Whether it is a ``shard_map``, except one in which jax 0.10 lets everything behind a barrier vary over the
+    mesh."""
+    return eqn.primitive.name == "shard_map" and (not eqn.params["check_vma"] or jax.__version_info__ >= (0, 11))
+
 
 # ---- a step as written: if it does not return the results of an update, that is probably a mistake
 
@@ -345,16 +314,14 @@ def unreturned(program: Program) -> Unreturned | None:
     if not results:
         return Unreturned("nothing that the step returns is made by its update")
     handed_on = outputs & {*program.inputs}
-    if not handed_on:
-        return None
     _, used = needed_for(program.eqns, outputs)
     for eqn in filter(is_update, program.eqns):
         update: Update = eqn.params["update"]
         given = dict(zip(update.operands, eqn.invars, strict=True))
-        made = [(x, v) for x, v in zip(update.program.outputs, eqn.outvars, strict=True) if isinstance(x, Var)]
-        on_host = {x: v for x, v in made if x in update.names and is_host_aval(v.aval)}
+        made = {x: v for x, v in zip(update.program.outputs, eqn.outvars, strict=True) if isinstance(x, Var)}
+        state = [x for x, v in made.items() if x in update.names and is_host_aval(v.aval)]
         olds = {x: given.get(old) for x, old in update.next_values.items()}
-        stale = [update.names[x] for x, v in on_host.items() if olds.get(x) in handed_on and v not in used]
+        stale = [update.names[x] for x in state if olds.get(x) in handed_on and made[x] not in used]
         if stale and not any(v.aval.shape for v in results):
             return Unreturned("the step returns its state as it was, and of its update only numbers", meant=True)
         if stale:
@@ -362,14 +329,17 @@ def unreturned(program: Program) -> Unreturned | None:
             return Unreturned(
                 f"the step returns {what} of the state as before the update, and not what that made of it"
             )
-        others = [v for x, v in made if x not in update.names and v.aval.shape]  # updates, or new parameters
+        others = [v for x, v in made.items() if x not in update.names and v.aval.shape]  # updates, or new parameters
         as_it_was = others and all(any(same_type(v.aval, x.aval) for x in handed_on) for v in others)
-        if as_it_was and used.isdisjoint(others) and not used.isdisjoint(on_host.values()):
+        if as_it_was and used.isdisjoint(others) and any(made[x] in used for x in state):
             return Unreturned("the step returns the new state, and the parameters as they were")
     return None
 
 
 # ---- a step as rewritten
+#
+# A policy decides what runs where. If it leaves out an operand, or frees a buffer too early, the step that was
+# written runs instead: such a fault costs time, and never a crash or a number.
 
 
 class CannotRewrite(Exception):
@@ -411,14 +381,11 @@ def check_program(program: Program) -> None:
         raise CannotRewrite("two equations make one value")
     for eqn in filter(is_update, program.eqns):
         own: Program = eqn.params["update"].program
-        _check_types([*eqn.invars, *own.outputs], [*own.inputs[len(own.consts) :], *eqn.outvars])
+        have, want = [*eqn.invars, *own.outputs], [*own.inputs[len(own.consts) :], *eqn.outvars]
+        for x, v in zip(have, want, strict=True):
+            if not same_memory(x, v):
+                raise CannotRewrite(f"an update has {x.aval} in place of {v.aval}")
         check_program(own)
-
-
-def _check_types(have: Sequence[Atom], want: Sequence[Atom]) -> None:
-    for x, v in zip(have, want, strict=True):
-        if not same_memory(x, v):
-            raise CannotRewrite(f"an update has {x.aval} in place of {v.aval}")
 
 
 def same_memory(x: Atom, v: Atom) -> bool:

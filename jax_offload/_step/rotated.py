@@ -38,7 +38,7 @@ from jax_offload._program.primitives import ELEMENTWISE
 from jax_offload._program.program import Builder, Program, flat, is_load
 from jax_offload._program.propagate import Mask, forward, needed_for, union
 from jax_offload._program.slices import is_summary
-from jax_offload._rewrite.canonical import dereferenced, reading_leaves
+from jax_offload._rewrite.canonical import dereferenced, moving_whole_stacks
 from jax_offload._rewrite.inlined import UPDATED, consisting_of, equation_of, localised, origins_of
 from jax_offload._rewrite.parts import Cut, computed_again, cut_step
 from jax_offload._rewrite.rewritten import check_program, tell, unreturned
@@ -113,7 +113,7 @@ class Rotated:
         """
         self._types = traced.jaxpr.out_avals
         self.types, leaves, carried = types, types.leaves, dict(zip(names, types.carried, strict=True))
-        program = reading_leaves(dereferenced(flat(traced.jaxpr, any_jit=True), any_jit=True))
+        program = moving_whole_stacks(dereferenced(flat(traced.jaxpr, any_jit=True), any_jit=True))
         inputs = program.inputs[len(program.consts) :]
         own, given = inputs[: len(leaves)], inputs[len(leaves) :]
         owners = [name for name, x in carried.items() for _ in jax.tree.leaves(x)]

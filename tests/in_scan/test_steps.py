@@ -70,6 +70,17 @@ def in_a_loop(tx):
     return step
 
 
+def chosen_outside(tx):
+    """Old parameters and state stay, by a choice around the update, where the loss is not finite."""
+
+    def step(params, state, batch):
+        value, grads = jax.value_and_grad(loss_of)(params, batch)
+        new = new_params(tx, "update", grads, state, params)
+        return *jax.tree.map(functools.partial(jnp.where, jnp.isfinite(value)), new, (params, state)), value
+
+    return step
+
+
 def summed_in_a_ref(params, batch):
     """Gradients of two microbatches, summed in a mutable array."""
     total = jax.tree.map(lambda p: jax.new_ref(jnp.zeros_like(p)), params)
@@ -191,6 +202,8 @@ STEPS = {
         "merges its layers with other dimensions; scan over",
     ),
     "several steps in one": (in_a_loop, True),
+    "a choice around the update": (chosen_outside, True),
+    "a choice around the update, turned": (chosen_outside, True, TURNED),
     "gradients in a Ref": (of_gradients(summed_in_a_ref), True),
     "backwards by their number": (of_network(lambda w, x: by_number(w, x, lambda k: LAYERS - 1 - k)), ""),
     "a backward pass by hand": (of_gradients(by_hand), ""),
