@@ -82,6 +82,7 @@ def test_a_step_returns_while_its_last_writes_are_under_way(disk):
     params, state, _ = jo.jit(by_loss(tx))(params, state, X)  # which else would wait for the event
     let_go.set()
     assert np.abs(np.asarray(handles(state)[0])).max() > 0  # waits for what is written
+    assert np.array(handles(state)[0]).flags.writeable
 
 
 def test_an_update_that_is_not_applied_writes_nothing(disk):

@@ -336,14 +336,18 @@ class Disk:
 
     def advance(self) -> Any:
         """Return the token of the next version, whose leaves have been put. Raise any failure, in all processes."""
+        self.check_moves()
+        self._version = (self._version + 1) % VERSIONS
+        return np.asarray(self._version, TOKEN)  # as a program returns it
+
+    def check_moves(self) -> None:
+        """Raise any failure of a read or a write so far, in all processes."""
         said = allgathered(self._failed[:_LETTERS])
         if failed := [(k, why) for k, why in enumerate(said) if why]:
             self._known = "; ".join(f"in process {k} {why}" if len(said) > 1 else why for k, why in failed)
         else:
             self._updating = False
         self._check_whole()
-        self._version = (self._version + 1) % VERSIONS
-        return np.asarray(self._version, TOKEN)  # as a program returns it
 
     def _check_whole(self) -> None:
         """Raise ``ValueError`` where an update did not end.

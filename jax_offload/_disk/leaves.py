@@ -198,7 +198,7 @@ class OnDisk(_Typed, metaclass=_SaysWhatToDo):
                 f"disk: {self.place.name} is divided between processes, and this one has a part of it. Fix: "
                 "jo.to_device(leaf), in all processes, gives the leaf divided."
             )
-        return np.asarray(memory.gathered(parts, whole), dtype)
+        return (np.array if copy else np.asarray)(memory.gathered(parts, whole), dtype)
 
     def read(self) -> jax.Array:
         """Read the leaf to its place in host memory."""

@@ -272,6 +272,8 @@ class Driven:
             _forget(values, gone, donated)
         leaves, rest = self.files.returned, iter(values_of(values, self.files.outputs))
         tokens = {home: home.advance() for home in dict.fromkeys(leaf.home for leaf in leaves.values())}
+        for home in dict.fromkeys(leaf.home for _, leaf in self.files.given if leaf.home not in tokens):
+            home.check_moves()  # of a state that is read and not returned
         n = len(leaves) + len(self.files.outputs)
         results = [tokens[leaves[k].home] if k in leaves else next(rest) for k in range(n)]
         # in host memory too, results are neither arguments nor each other, unless an argument is ours

@@ -17,7 +17,7 @@ import optax
 import pytest
 
 import jax_offload as jo
-from tests.disk.faulty import FAILED, NO_SPACE, Faulty, PowerLoss, error, flipped, model, no_fault, short
+from tests.disk.faulty import FAILED, NO_SPACE, Faulty, PowerLoss, X, error, flipped, model, no_fault, short
 
 pytestmark = pytest.mark.filterwarnings("ignore:Some donated buffers were not usable")
 STATE = 2 * 3 * 64 * 64 * 4  # bytes
@@ -196,9 +196,10 @@ def file_of(run, kind):
 
 
 def test_a_bit_that_flips_in_a_file(run):
-    """The leaf is named, and the others are read; the arrays beside the state are checked too."""
+    """The leaf is named, and the others are read, also by a step without the next state; the arrays beside the state are
+    checked too."""
     for name in ("state", "beside"):
-        _, state = run.restart()
+        params, state = run.restart()
         path = run.folder / file_of(run, name)
         data = bytearray(path.read_bytes())
         data[5] ^= 16
@@ -207,6 +208,8 @@ def test_a_bit_that_flips_in_a_file(run):
             with pytest.raises(ValueError, match=r"\[0\]\.mu\['layer_1'\].* are damaged: their checksum is"):
                 np.asarray(state[0].mu["layer_1"])
             assert np.asarray(state[0].mu["layer_2"]).shape == (64, 64)
+            with pytest.raises(ValueError, match=r"\[0\]\.mu\['layer_1'\].* are damaged: their checksum is"):
+                jo.jit(lambda *args: run.step(*args)[0])(params, state, X)
         else:
             with pytest.raises(ValueError, match=r"\['params'\]\['layer_1'\].* are damaged: their checksum"):
                 run.resumed()
