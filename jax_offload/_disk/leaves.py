@@ -514,8 +514,11 @@ def unpacked(
             return handle(stored, memory.with_kind(place, memory.HOST_KIND))
         parts, shape = stored.read(read), tuple(stored.shape)
         stored.check_covers(memory.boxes_of(place, shape))
-        if isinstance(like, np.ndarray):
-            return np.array(memory.gathered(parts, memory.box_of_shape(shape)))
+        if isinstance(like, np.ndarray | np.generic):
+            x = np.array(memory.gathered(parts, memory.box_of_shape(shape)))
+            return x if isinstance(like, np.ndarray) else x[()]
+        if not isinstance(like, jax.Array):  # without x64, jax has no 64 bits for NumPy's
+            parts = [(box, x.astype(jax.dtypes.canonicalize_dtype(x.dtype), copy=False)) for box, x in parts]
         x = memory.assembled(parts, place, shape)
         return jax.device_put(jax.random.wrap_key_data(x, impl=row["key"]), place) if row["key"] else x
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 import ctypes
 import dataclasses
 import functools
-import importlib.util
 import math
 import os
 import socket
@@ -194,7 +193,11 @@ _ALIGNED = 64  # bytes; XLA takes memory with this alignment without a copy
 @functools.cache
 def has_numba() -> bool:
     """Whether kernels can be compiled (extra ``cores``)."""
-    return importlib.util.find_spec("numba") is not None
+    try:
+        import numba  # noqa: F401  # pyright: ignore
+    except ImportError:  # it also refuses a NumPy that is newer than itself
+        return False
+    return True
 
 
 @functools.cache

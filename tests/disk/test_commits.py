@@ -170,7 +170,7 @@ def test_odd_leaves(disk):
         assert (a.shape, a.dtype) == (b.shape, b.dtype)
         np.testing.assert_allclose(np.asarray(a, np.complex64), np.asarray(b, np.complex64), rtol=1e-6)
     beside = {"flags": np.array([True, False]), "four": np.ones(3, ml_dtypes.int4), "none": None, "nan": float("nan"),
-              "number": np.int8(3), "empty": np.zeros((0, 2)), "text": "x", "key": jax.random.key(3)}  # fmt: skip
+              "number": np.int64(2**40), "empty": np.zeros((0, 2)), "text": "x", "key": jax.random.key(3)}  # fmt: skip
     disk.commit(1, {"params": params, "state": state, **beside})
     kept = read((params, state))
     tree, _ = disk.resume({"params": params, "state": jo.abstract_state(tx, params), **beside})
@@ -178,6 +178,10 @@ def test_odd_leaves(disk):
     assert jax.random.key_data(tree.pop("key")).tolist() == jax.random.key_data(beside.pop("key")).tolist()
     assert_equal({name: tree[name] for name in beside}, beside)
     assert tree["four"].dtype == ml_dtypes.int4 and tree["flags"].dtype == bool
+    assert tree["number"].dtype == np.int64
+    beside |= {"key": jax.random.key(3), "number": jax.ShapeDtypeStruct((), np.int64)}
+    tree, _ = disk.resume({"params": params, "state": tree["state"], **beside})
+    assert tree["number"].dtype == np.int32  # as jax.device_put makes it
 
 
 # ---- where it is -----------------------------------------------------------------------------------------------------

@@ -196,8 +196,8 @@ def file_of(run, kind):
 
 
 def test_a_bit_that_flips_in_a_file(run):
-    """The leaf is named, and the others are read, also by a step without the next state; the arrays beside the state are
-    checked too."""
+    """The leaf is named, and the others are read; a step that returns no state, and the arrays beside it, are checked
+    too."""
     for name in ("state", "beside"):
         params, state = run.restart()
         path = run.folder / file_of(run, name)
