@@ -227,6 +227,25 @@ def test_an_optimizer_that_reshards(case):
     assert updates["w"].sharding.is_equivalent_to(wanted[0]["w"].sharding, 3)
 
 
+@pytest.mark.parametrize("made", ["broadcast_in_dim", "iota"])
+def test_rows_that_are_made_divided(made):
+    mesh = mesh_of(AxisType.Explicit, (8,), ("a",))
+    shape, divided = (24, 16, 128), NamedSharding(mesh, P("a"))
+
+    def update(updates, state, params=None):
+        numbers = jax.lax.broadcasted_iota(jnp.float32, shape, 1, out_sharding=divided)
+        added = numbers if made == "iota" else jnp.full(shape, 2.0, out_sharding=divided)
+        return updates, {"w": state["w"] + jax.sharding.reshard(added, P())}
+
+    inner = optax.GradientTransformation(lambda params: jax.tree.map(jnp.zeros_like, params), update)
+    grads = jax.device_put({"w": np.ones(shape, np.float32)}, NamedSharding(mesh, P()))
+    tx = jo.offload(inner, min_bytes=0, window=1)
+    with jax.set_mesh(mesh):
+        (leaf,) = jo.placement(tx, grads).leaves
+        assert leaf.streams.startswith(f"whole: {made} divides its rows between devices")
+        assert_close(jax.jit(tx.update)(grads, tx.init(grads), grads), inner.update(grads, inner.init(grads)), 0)
+
+
 def test_the_table_says_which_axis_and_why_none():
     mesh = mesh_of(AxisType.Auto)
     params = network(mesh, REPLICATED)

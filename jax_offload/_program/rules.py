@@ -237,12 +237,13 @@ def rows_after(eqn: Equation, dims: Sequence[Dim], where: Where) -> list[Dim]:
     given = [d for d in dims if not isinstance(d, Partial)]
     if len(given) < len(dims):
         raise Dependent(f"{name} of a reduction over all rows")
+    made: list[Dim]
     if all(d is None for d in given):
-        return [_made_for_all_rows(eqn, where)] if name in _MADE else [None] * len(eqn.outvars)
-    if eqn.effects:
+        made = [_made_for_all_rows(eqn, where)] if name in _MADE else [None] * len(eqn.outvars)
+    elif eqn.effects:
         raise Dependent(f"{name} has an effect")
-    if name in _EACH_BY_ITSELF:
-        made: list[Dim] = [*given]
+    elif name in _EACH_BY_ITSELF:
+        made = [*given]
     elif name == "cond":
         made = _of_branches(eqn, given, where)
     elif name in _CALLS:
