@@ -146,6 +146,7 @@ def test_what_placement_says():
 ANYTHING_ELSE = "expected 'device', 'host', the share in"
 WRONG = [
     *(({"update_on": value}, ANYTHING_ELSE) for value in ("cpu", True, -0.1, 1.5, None)),
+    *(({"update_on": [("layer_1", value), ("layer_2", 1)]}, ANYTHING_ELSE) for value in (None, ("host",), [])),
     ({"update_on": [("layer_9", "host")]}, "no parameter's path matches"),
     ({"update_on": [("layer_(", "host")]}, "is not a regular expression"),
     ({"update_on": [("layer_1", "host"), ("layer_2", 2)]}, "share in"),

@@ -154,6 +154,7 @@ WRONG = {
     r"storage: expected one of float32, .* got 'int4'": lambda: stored({"mu": "int4"}),
     "storage: expected a dtype, or a mapping": lambda: stored(["int8"]),
     r"storage: 'mu\(' is not a regular expression": lambda: stored({"mu(": "int8"}),
+    "storage: None is not a regular expression": lambda: stored({None: "int8"}),
     r"storage: \['mo'\] match no state leaf .*1/0/mu/embed": lambda: stored({"mo": "int8", "nu": "int8"}),
     r"storage: \['count'\] match no state leaf of rank 1": lambda: stored({"count": "int8"}),
     r"\['mu'\] match no state leaf .* keeps none.*: leave storage out\.": lambda: stored({"mu": "bfloat16"}, SGD),

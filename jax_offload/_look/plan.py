@@ -142,8 +142,9 @@ def plan(
         )
     inner, given = _inner_of(tx)
     check_inner(inner, "tx")
-    for name, of in {"param_dtype": param_dtype, "compute_dtype": compute_dtype}.items():
-        if of is not None and str(of) not in FLOATING:
+    dtypes = {"param_dtype": param_dtype} | ({} if compute_dtype is None else {"compute_dtype": compute_dtype})
+    for name, of in dtypes.items():
+        if str(of) not in FLOATING:
             raise ValueError(f"{name}: expected one of {', '.join(FLOATING)}; got {of!r}.")
     counts = {"tokens_per_step": tokens_per_step, "layers": layers, "width": width}
     tokens, layers, width = (None if n is None else count_of(name, n) for name, n in counts.items())

@@ -248,10 +248,12 @@ class Choice:
             return
         if name == "select" and _are_strings(given):
             self.rules = (given,) if isinstance(given, str) else tuple(given)
-            self.values = (True,) * len(self.rules)
+            self.values = (1.0,) * len(self.rules)
         elif name == "update_on" and _are_rules(given):
-            self.rules, self.values = zip(*given, strict=True)
-        self.values = self._meant(None) if self.values is None else jax.tree.map(self._meant, self.values)
+            self.rules, values = zip(*given, strict=True)
+            self.values = tuple(map(self._meant, values))
+        else:
+            self.values = self._meant(None) if given is None else jax.tree.map(self._meant, given)
 
     def _meant(self, x: Any) -> float:
         """Return the share that a value stands for."""

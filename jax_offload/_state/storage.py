@@ -328,8 +328,9 @@ def is_node(x: Any) -> bool:
 
 def rules_of(storage: Any) -> Rules:
     """Check ``storage`` as ``offload`` takes it."""
-    given = {} if storage is None else storage if isinstance(storage, Mapping) else {None: storage}
-    first_matches("storage", [rule for rule in given if rule is not None], [])  # an error for no regular expression
+    of_paths = isinstance(storage, Mapping)
+    first_matches("storage", list(storage) if of_paths else [], [])  # an error for no regular expression
+    given = storage if of_paths else {} if storage is None else {None: storage}
     for x in given.values():
         if isinstance(x, (Mapping, Sequence)) and not isinstance(x, str):
             raise ValueError(f"storage: expected a dtype, or a mapping from paths of the state to dtypes; got {x!r}.")

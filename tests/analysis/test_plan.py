@@ -453,6 +453,7 @@ TREE = {"w": jax.ShapeDtypeStruct((1024, 1024), "float32")}
         (1e9, {"devices": 0}, "devices: expected how many"),
         (1e9, {"devices": 7, "width": 4096}, "width: 7 devices do not divide 4096 columns"),
         (1e9, {"param_dtype": "int8"}, "param_dtype: expected one of bfloat16"),
+        (1e9, {"param_dtype": None}, "param_dtype: expected one of bfloat16"),
         (1e9, {"compute_dtype": "bf16"}, "compute_dtype: expected one of bfloat16"),
         (1e6, {"layers": 80, "width": 9999}, "are too few for 80 layers of width 9999"),
     ],
