@@ -312,11 +312,16 @@ def state_where_kept(tx: Any, state: Any, params: Any = None, *, plain: bool = F
             raise ValueError(f"state: not a plain state of tx for these parameters: {error}. {_GIVE_PARAMS}") from error
     check_like(state, wanted, _GIVE_PARAMS, dtypes=True)
     leaves, treedef = jax.tree.flatten(state, is_leaf=is_on_disk)
-    if not traced or any(map(is_on_disk, leaves)) or any(leaf.disk for leaf in rows):
+    if any(map(is_on_disk, leaves)) or any(leaf.disk for leaf in rows):
         return jax.tree.unflatten(treedef, brought(leaves, None if traced else jax.tree.leaves(wanted)))
-    pairs = zip(map(jnp.asarray, leaves), rows, strict=True)
-    moved = [memory.to_host(x) if leaf.host else memory.to_device(x) for x, leaf in pairs]
-    return guarded(jax.tree.unflatten(treedef, moved), state)
+
+    def moved(x: Any, leaf: Leaf, like: Any) -> Any:
+        if not traced and (leaf.shard_over or not getattr(x, "committed", False)):
+            return jax.device_put(x, like.sharding)
+        x = jnp.asarray(x)  # divided as it is: abstract parameters may have no sharding
+        return memory.to_host(x) if leaf.host else memory.to_device(x)
+
+    return guarded(jax.tree.unflatten(treedef, map(moved, leaves, rows, jax.tree.leaves(wanted))), state)
 
 
 _GIVE_PARAMS = (
