@@ -37,7 +37,7 @@ from jax_offload._program.program import (
     kept_apart,
     unguarded,
 )
-from jax_offload._program.propagate import Facts, Mask, Node, union
+from jax_offload._program.propagate import Facts, Mask, Node, forward, union
 from jax_offload._schedule.after import FLOPS_PER_BYTE
 from jax_offload._schedule.gates import gradients_in_turn, is_heavy_equation
 from jax_offload._schedule.schedule import Gate, same_type
@@ -279,26 +279,38 @@ def _with_arithmetic(step: Inlined) -> Inlined:
     old_of |= {v: old for v, old in next_of.items() if old in old_of}
     number_of = {v: own[id(eqn)] for eqn in program.eqns if id(eqn) in own for v in eqn.outvars}
     behind: dict[Var, dict[int, Equation]] = {}  # a value -> the equations behind the update that make it
+    made_of = dict[Var, Mask]()  # a value -> the numbers of the updates that it needs
     for eqn in program.eqns:
         arrays, (out, *_) = [v for v in variables(eqn.invars) if v.aval.shape], (*eqn.outvars, None)
+        made_of.update(zip(eqn.outvars, forward(eqn, made_of), strict=True))
         if id(eqn) in own or out is None:
+            made_of |= {v: made_of[v] | 1 << own[id(eqn)] for v in eqn.outvars if id(eqn) in own}
             old_of |= {v: old_of[out] for v in arrays if is_store(eqn) and out in old_of}
             continue
         olds = {old_of[v] for v in arrays if v in old_of}
-        numbers = {number_of[v] for v in arrays if v in number_of}
+        numbers = {number_of[v] for v in arrays or variables(eqn.invars) if v in number_of}
         known = all(v in old_of or v in number_of or v in behind for v in arrays)
-        continues = eqn.primitive.name in ELEMENTWISE and len(olds) == 1 and len(numbers) <= 1 and known
-        continues = continues and bool(numbers or any(is_host_aval(old.aval) for old in olds))
-        if continues or (eqn.primitive.name == "broadcast_in_dim" and not arrays):
-            behind[out] = {k: each for v in arrays for k, each in behind.get(v, {}).items()} | {id(eqn): eqn}
+        continues = len(olds) == 1 and bool(numbers or any(is_host_aval(old.aval) for old in olds))
+        continues = eqn.primitive.name in ELEMENTWISE and (continues if arrays else bool(numbers))
+        # what it also reads, such as a norm of all results, must not need the update to be over
+        others = union(made_of.get(v, 0) for v in variables(eqn.invars) if number_of.get(v) not in numbers)
+        apart = len(numbers) <= 1 and known and all(others < 1 << number for number in numbers)
+        if apart and (continues or (eqn.primitive.name == "broadcast_in_dim" and not arrays)):
+            behind[out] = {k: x for v in variables(eqn.invars) for k, x in behind.get(v, {}).items()} | {id(eqn): eqn}
             old_of |= dict.fromkeys([out], *olds) if olds else {}
             number_of |= dict.fromkeys([out], *numbers) if numbers else {}
-    taken = dict[int, int]()
-    for v in dict.fromkeys(v for v in variables(program.outputs) if v in behind and v in number_of):
+    taken, outputs = dict[int, int](), dict.fromkeys(variables(program.outputs))
+    returned = {old for v, old in next_of.items() if v in outputs}
+    replaced = set[Var]()  # the leaves whose next value is a choice
+    for v in (v for v in outputs if v in behind and v in number_of and v in old_of):
         old, update = old_of[v], updates[number_of[v]]
         chosen = any(eqn.primitive.name == "select_n" for eqn in behind[v].values())
-        if not same_type(v.aval, old.aval) or not (chosen or is_host_aval(v.aval)):
+        if not same_type(v.aval, old.aval) or old in (replaced if chosen else returned):
+            continue  # it is another array, or the leaf has a next value
+        if not (chosen or is_host_aval(v.aval)):
             continue
+        returned.add(old)
+        replaced |= {old} if chosen else set()
         taken |= dict.fromkeys(behind[v], number_of[v])
         next_of, nexts = (
             {w: x for w, x in each.items() if x is not old} | {v: old} for each in (next_of, update.next_values)
@@ -310,18 +322,21 @@ def _with_arithmetic(step: Inlined) -> Inlined:
         updates[number_of[v]] = dataclasses.replace(update, next_values=nexts, names=names, claims=claims)
     if not taken:
         return step
-    loads = {eqn.outvars[0]: eqn for eqn in program.eqns if id(eqn) in taken and is_load(eqn)}
-    new = Builder()
+    eqns = list[Equation]()
+    new = [Builder(eqns) for _ in updates]
     for eqn in program.eqns:
-        if id(eqn) not in taken or is_load(eqn):
-            new.eqns.append(eqn)
+        number = own.get(id(eqn), taken.get(id(eqn)))
+        if number is None or (id(eqn) in taken and eqn.outvars[0] not in number_of):
+            eqns.append(eqn)
             continue
-        at = len(new.eqns)
-        # a pass may read the value that is loaded already
-        new.copy(*(loads[v] for v in variables(eqn.invars) if v in loads and v not in new.names))
-        new.put(eqn)
-        own.update((id(each), taken[id(eqn)]) for each in new.eqns[at:])
-    program = dataclasses.replace(program, eqns=new.eqns)
+        # a pass may read the same value of a leaf alone, and another update the same mask: each makes its own
+        at, names = len(eqns), new[number].names
+        alone = {x: each for v in variables(eqn.invars) for each in behind.get(v, {}).values() for x in each.outvars}
+        alone = (each for x, each in alone.items() if id(each) in taken and x not in number_of and x not in names)
+        new[number].copy(*alone)
+        new[number].put(eqn)
+        own.update((id(each), number) for each in eqns[at:])
+    program = dataclasses.replace(program, eqns=eqns)
     return dataclasses.replace(step, program=program, updates=tuple(updates), own=own, next_of=next_of)
 
 

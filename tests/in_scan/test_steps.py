@@ -81,6 +81,16 @@ def chosen_outside(tx):
     return step
 
 
+def chosen_by_results(tx):
+    """The same, where a norm of the new parameters says so."""
+
+    def step(params, state, batch):
+        new = new_params(tx, "update", jax.grad(loss_of)(params, batch), state, params)
+        return *jax.tree.map(functools.partial(jnp.where, optax.tree.norm(new[0]) < 1e3), new, (params, state)), ()
+
+    return step
+
+
 def summed_in_a_ref(params, batch):
     """Gradients of two microbatches, summed in a mutable array."""
     total = jax.tree.map(lambda p: jax.new_ref(jnp.zeros_like(p)), params)
@@ -204,6 +214,7 @@ STEPS = {
     "several steps in one": (in_a_loop, True),
     "a choice around the update": (chosen_outside, True),
     "a choice around the update, turned": (chosen_outside, True, TURNED),
+    "a choice by the norm of the new parameters": (chosen_by_results, "needs all gradients"),
     "gradients in a Ref": (of_gradients(summed_in_a_ref), True),
     "backwards by their number": (of_network(lambda w, x: by_number(w, x, lambda k: LAYERS - 1 - k)), ""),
     "a backward pass by hand": (of_gradients(by_hand), ""),
