@@ -264,11 +264,18 @@ ON_TOKENS = {
 }
 
 
-@pytest.mark.parametrize("after", ["init", "a step"])
+@pytest.mark.parametrize("after", ["init", "a step", "two branches"])
 def test_nothing_computes_with_what_stands_for_a_leaf(after, disk):
     tx, params, state = begun(disk)
+
+    def once(low, params, state):
+        small = params["layer_1"][0, 0] < 9
+        return jax.lax.cond(small == low, alone(tx), lambda *handed_on: handed_on, params, state)
+
     if after == "a step":
         params, state = jo.jit(alone(tx))(params, state)
+    if after == "two branches":
+        params, state = jo.jit(lambda *given: once(False, *once(True, *given)))(params, state)
     for compute in ON_TOKENS.values():
         with pytest.raises((TypeError, ValueError), match=r"jo\.to_device.*jo\.save_args"):
             compute(state)

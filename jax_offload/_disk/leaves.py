@@ -174,8 +174,8 @@ class OnDisk(_Typed, metaclass=_SaysWhatToDo):
     __slots__ = ("token",)
 
     def __init__(self, token: Any, place: Place) -> None:
-        is_version = isinstance(token, np.ndarray | int)
-        self.token, self.place = Token(int(token), place) if is_version else token, place
+        version = isinstance(token, np.ndarray | np.generic | jax.Array | int) and not isinstance(token, Tracer)
+        self.token, self.place = Token(int(token), place) if version else token, place
 
     def tree_flatten_with_keys(self) -> tuple[tuple[tuple[Any, Any]], Place]:
         return ((jax.tree_util.GetAttrKey("token"), self.token),), self.place

@@ -374,7 +374,7 @@ class Store:
                 os.preadv(self._descriptors[name], [self._memory.lent(PAGE)], 0)
                 return
             except OSError as error:
-                if error.errno != errno.EINVAL:
+                if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
                     raise
             if name in self._descriptors:
                 os.close(self._descriptors.pop(name))

@@ -348,7 +348,7 @@ def test_a_filesystem_without_direct_access_is_said_once(run, of):
         refused = arguments[0] & os.O_DIRECT if name == "open" else name == "preadv" and path not in tried
         if name == of and refused:
             tried.add(path)
-            raise OSError(errno.EINVAL, "Invalid argument")
+            raise OSError(errno.EINVAL if of == "open" else errno.EOPNOTSUPP, "refused")
 
     run.restart()
     run.files.fault = fault
