@@ -95,15 +95,23 @@ def dereferenced(program: Program, *, any_jit: bool = False) -> Program:
 def always_updating(program: Program) -> Program:
     """Move updates out of branches that hold nothing costly beside them, and choose between the branches' results.
 
-    An update that continues from another update's state stays in its branch.
+    An update that continues from another update's state stays in its branch, and so do two that share a state, which
+    would move twice.
     """
     inputs = {*program.inputs}
+
+    def leaves_of(branch: Program) -> set[int]:
+        read = {v for eqn in branch.eqns if is_update(eqn) for v in variables(eqn.invars)}
+        return {k for k, v in enumerate(branch.inputs) if v in read and is_host_aval(v.aval)}
 
     def without_branches(new: Builder, eqn: Equation, operands: list[Atom]) -> Sequence[Atom] | None:
         if eqn.primitive.name != "cond" or eqn.effects or not holds_update(eqn):
             return None
         branches = [rebuilt(flat(branch), without_branches) for branch in branches_of(eqn)]
         if not all(is_update(each) or is_cheap(each) for branch in branches for each in branch.eqns):
+            return None
+        leaves = [leaves_of(branch) for branch in branches]
+        if sum(map(len, leaves)) > len(set[int]().union(*leaves)):
             return None
         which, *given = operands
         results = [new.call(branch, given) for branch in branches]
