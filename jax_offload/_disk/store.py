@@ -27,14 +27,15 @@ import threading
 import warnings
 import weakref
 import zlib
-from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
+T = TypeVar("T")
 PAGE = 4096  # O_DIRECT wants addresses, lengths and offsets that are multiples of this on today's disks
 BLOCK = 8 * 2**20  # bytes that one system call moves, with one checksum
 NAME, NEXT = "manifest.json", "manifest.next.json"
@@ -42,6 +43,7 @@ _FORMAT = 3
 _OTHER = {"state.a": "state.b", "state.b": "state.a"}
 _BESIDE = "beside.b", "beside.a"  # of commits with even and odd numbers
 _AT_ONCE = 4  # arrays beside the state that are written, and have a copy in memory, at once
+_THREADS = 8  # blocks under way in each direction; a fast disk takes several at once
 _KEPT = 2**29  # bytes of memory that wait for the next reads
 _TRIES = 8  # how many calls in a row may move nothing before the file counts as broken
 _SUMMED = 64 * PAGE  # stays in a core's cache, so that its second sum costs little
@@ -237,6 +239,7 @@ class Store:
         self._written = set[str]()  # the files with changes that are not synced
         self._direct = getattr(os, "O_DIRECT", 0)  # opens a file past the page cache; 0 where the filesystem cannot
         self._memory = Memory()
+        self._reads, self._writes = (ThreadPoolExecutor(_THREADS, f"jax_offload {way}") for way in ("read", "written"))
 
     @property
     def step(self) -> int | None:
@@ -338,6 +341,8 @@ class Store:
 
     def close(self) -> None:
         """Let the files and the directory go. What was not committed is lost."""
+        for pool in self._reads, self._writes:
+            pool.shutdown()  # a file opened later may take a descriptor's number
         while self._descriptors:
             os.close(self._descriptors.popitem()[1])
         _unlock(self._lock)
@@ -389,7 +394,8 @@ class Store:
 
     def _read(self, extent: Extent, what: str) -> np.ndarray:
         memory = self._memory.lent(extent.nbytes)
-        for begin, checksum in zip(range(0, extent.nbytes, BLOCK), extent.checksums, strict=True):
+
+        def one(begin: int, checksum: int) -> None:
             block = memory[begin : begin + BLOCK]
             place = self._move(os.preadv, extent.file, block, extent.offset + begin, f"reading {what}")
             if (found := checksum_of(block)) != checksum:
@@ -398,20 +404,24 @@ class Store:
                     f"{found:08x}, and was {checksum:08x} when they were written. Check the disk and restore from a "
                     "checkpoint."
                 )
+
+        _each(self._reads, one, range(0, extent.nbytes, BLOCK), extent.checksums)
         return memory[: extent.nbytes]
 
     def _write(self, extent: Extent, x: np.ndarray, what: str) -> Extent:
-        values, checksums = np.ascontiguousarray(x).reshape(-1).view(np.uint8), list[int]()
+        values = np.ascontiguousarray(x).reshape(-1).view(np.uint8)
         self._written.add(extent.file)
-        for begin in range(0, extent.nbytes, BLOCK):
+
+        def one(begin: int) -> int:
             block = values[begin : begin + BLOCK]
             if block.nbytes % PAGE or block.__array_interface__["data"][0] % PAGE:
                 pages = self._memory.lent(block.nbytes)
                 pages[: block.nbytes], pages[block.nbytes :] = block, 0
                 block = pages
-            checksums.append(checksum_of(block))
             self._move(os.pwritev, extent.file, block, extent.offset + begin, f"writing {what}")
-        return extent._replace(checksums=tuple(checksums))
+            return checksum_of(block)
+
+        return extent._replace(checksums=tuple(_each(self._writes, one, range(0, extent.nbytes, BLOCK))))
 
     def _move(self, call: Callable[..., int], name: str, block: np.ndarray, offset: int, doing: str) -> str:
         """Read or write a block by as many calls as it takes; return the words for its place in the file."""
@@ -446,6 +456,15 @@ class Store:
 
 
 _locks = set[int]()  # the open files by which this process has locked directories
+
+
+def _each(pool: ThreadPoolExecutor, run: Callable[..., T], *columns: Sequence[int]) -> list[T]:
+    """Run a function in a pool for each row of its arguments. Raise the first error when none runs any more."""
+    if len(columns[0]) == 1:
+        return [run(*(column[0] for column in columns))]
+    futures = [pool.submit(run, *row) for row in zip(*columns, strict=True)]
+    wait(futures)
+    return [future.result() for future in futures]
 
 
 def _locked(directory: Path, held: int | None) -> int:
