@@ -1207,7 +1207,8 @@ def compared(r: Recipe, got: Record, want: Record) -> list[str]:
                 if is_float(x) and f"{where}_scale" in both:
                     # A rounding error may double the power of two that scales a row, which halves the row's codes.
                     mine, theirs = both[f"{where}_scale"]
-                    x = np.asarray(x, np.float64) * (mine / theirs)
+                    blocks = np.repeat(mine / theirs, 128, axis=-1)[..., : x.shape[-1]]
+                    x = np.asarray(x, np.float64) * blocks
                 if (what := difference(x, y, tolerance, rounding)) is not None:
                     found.append(f"call {k}: {name}{where}: {what}")
             kinds = unequal(got.types[k][name], want.types[k][name])
