@@ -350,7 +350,8 @@ class Hoist:
             with contextlib.suppress(CannotHoist, Dependent):
                 taken, needed = closure(makers, {x: Rows(0)}, dims_of)
                 leads = {v for v in needed if v in moving or is_host_aval(v.aval)}
-                if not any(v in moving or nbytes(v.aval) >= scan.length * LEAST_ROW for v in leads):
+                large = any(v in moving or nbytes(v.aval) >= scan.length * LEAST_ROW for v in leads)
+                if not large or not all(needed[v] for v in leads):
                     continue
                 move = self._move(taken, needed, [x], ahead=True)
                 loads, rows = move.slice.loads, {v for v in move.slice.inputs if needed[v]}

@@ -246,6 +246,7 @@ def _cut(program: Program, times: Sequence[int]) -> list[tuple[Slice, Var | None
         ends.append([] if cut is None else eqns[cut].outvars)
         done |= 0 if cut is None else needs[cut]
         parts.append(needed_for(rest, ends[-1])[0])
-        rest = [eqn for eqn in rest if eqn not in parts[-1]]
+        taken = {*map(id, parts[-1])}
+        rest = [eqn for eqn in rest if id(eqn) not in taken]
     slices = consecutive([*parts, rest], program.outputs, program.debug_info, {})
     return [(s, next((v for v in vs if v in s.outputs), None)) for s, vs in zip(slices, [*ends, []], strict=True)]

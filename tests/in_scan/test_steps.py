@@ -132,6 +132,22 @@ def by_hand(params, batch):
     return jax.tree.map(jnp.zeros_like, params) | {"layers": total + 0 * seen.sum(0)}
 
 
+def beside_all(params, batch):
+    """A backward pass in which each iteration reads the whole stack, whose layers lie along its second axis, again."""
+    stack = params["layers"]
+    w, (rows, _, columns) = jnp.swapaxes(stack, 0, 1), stack.shape
+    x, xs = jax.lax.scan(lambda x, w: (layer(x, w), x), batch["x"], w)
+    again = jax.lax.broadcast_in_dim(stack, (LAYERS, rows, LAYERS, columns), (1, 2, 3))
+
+    def one(g, of_layer):
+        x, w, whole = of_layer
+        g, dw = jax.vjp(layer, x, w)[1](g)
+        return g + whole.mean(), dw
+
+    _, found = jax.lax.scan(one, x, (xs, w, again), reverse=True)
+    return jax.tree.map(jnp.zeros_like, params) | {"layers": jnp.swapaxes(found, 0, 1)}
+
+
 def scanned(w, x):
     return jax.lax.scan(lambda x, w: (layer(x, w), None), x, w)[0]
 
@@ -218,6 +234,7 @@ STEPS = {
     "gradients in a Ref": (of_gradients(summed_in_a_ref), True),
     "backwards by their number": (of_network(lambda w, x: by_number(w, x, lambda k: LAYERS - 1 - k)), ""),
     "a backward pass by hand": (of_gradients(by_hand), ""),
+    "a backward pass that reads the whole stack": (of_gradients(beside_all), True, lambda: {"params": parameters(1)}),
     "two passes at once": (of_network(lambda w, x: scanned(w, x) * scanned(w, x[::-1])), True),
     "two passes of casts": (of_network(lambda w, x: scanned(w * 1, x) - scanned(w.astype(jnp.bfloat16), x)), True),
     "a stack that its scan reads whole too": (of_network(beside_others), True),
