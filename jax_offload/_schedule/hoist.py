@@ -277,7 +277,9 @@ class Hoist:
         """What tells where equations have their rows: the ``own`` ones of the flow, and cheap ones for other operands.
         The results of another update are read, and not made again."""
         numbers = {self.updates[k] for k in own if k in self.updates}
-        others = made_of(self.program.eqns, lambda eqn: self.updates.get(id(eqn)) not in {None, *numbers})
+        others = set[Var]()
+        if not numbers.issuperset(self.updates.values()):
+            others = made_of(self.program.eqns, lambda eqn: self.updates.get(id(eqn)) not in {None, *numbers})
 
         def dims_of(eqn: Equation, needed: Places) -> Dims | None:
             if id(eqn) in own:
@@ -326,12 +328,23 @@ class Hoist:
           CannotHoist: they are expensive, or load a leaf from the host.
         """
         inside, scan = {id(eqn) for eqn in taken}, self.scan
+        if all(id(eqn) in inside for each in taken for v in each.outvars for eqn in self._readers.get(v, ())):
+            return set()
         reads = variables([*scan.consts, *scan.init, *scan.xs, *(v for eqn in taken for v in eqn.invars)])
         before, _ = needed_for(self.program.eqns[: self.at], reads, lambda eqn: id(eqn) not in inside)
         twice, _ = needed_for(taken, {v for eqn in before for v in variables(eqn.invars)})
         if any(not _may_run_twice(eqn) or any(is_host_aval(v.aval) for v in eqn.invars) for eqn in twice):
             raise CannotHoist(NEEDED_BEFORE)
         return {id(eqn) for eqn in twice}
+
+    @functools.cached_property
+    def _readers(self) -> dict[Var, list[Equation]]:
+        """The equations before the scan that read each variable."""
+        found = dict[Var, list[Equation]]()
+        for eqn in self.program.eqns[: self.at]:
+            for v in variables(eqn.invars):
+                found.setdefault(v, []).append(eqn)
+        return found
 
     def _reread(self, moving: Set[Var]) -> dict[int, Planned]:
         """Map the number of one of the scan's ``xs`` to how its rows are made of rows of leaves that move in the scan:
@@ -395,7 +408,8 @@ class Hoist:
         """Choose where each result is written: over its old value, or over the array that waited in its place."""
         rows_of, read_whole = dict(zip(s.inputs, dims, strict=True)), {*self.scan.ys, *variables(self.scan.consts)}
         made = dict(zip(s.outputs, out_dims, strict=True))
-        nexts = {v: old for v, old in self.next_of.items() if rows_of.get(old) == made.get(v)}
+        nexts = {v: self.next_of[v] for v in made if v in self.next_of}
+        nexts = {v: old for v, old in nexts.items() if rows_of.get(old) == made[v]}
         reuse = {v: old for v, old in {**nexts, **self.waiting}.items() if old not in read_whole}
         found, taken = list[Var | None](), set[Var]()
         # arrays that the scan reads as a whole are needed until its end
