@@ -328,7 +328,7 @@ class Hoist:
           CannotHoist: they are expensive, or load a leaf from the host.
         """
         inside, scan = {id(eqn) for eqn in taken}, self.scan
-        if all(id(eqn) in inside for each in taken for v in each.outvars for eqn in self._readers.get(v, ())):
+        if all(id(eqn) in inside for each in taken for v in each.outvars for eqn in self._read_ahead.get(v, ())):
             return set()
         reads = variables([*scan.consts, *scan.init, *scan.xs, *(v for eqn in taken for v in eqn.invars)])
         before, _ = needed_for(self.program.eqns[: self.at], reads, lambda eqn: id(eqn) not in inside)
@@ -338,7 +338,7 @@ class Hoist:
         return {id(eqn) for eqn in twice}
 
     @functools.cached_property
-    def _readers(self) -> dict[Var, list[Equation]]:
+    def _read_ahead(self) -> dict[Var, list[Equation]]:
         """The equations before the scan that read each variable."""
         found = dict[Var, list[Equation]]()
         for eqn in self.program.eqns[: self.at]:
