@@ -122,7 +122,7 @@ def on_cores(update_on):
 
 
 def test_which_leaves():
-    """The first gradients go to the cores; whole parameters, up to the share; rules by path, of which the first that
+    """The first gradients go to the cores; whole parameters, up to the share; rules by path, where the first one that
     matches counts."""
     assert on_cores(0.3) == {"layer_3/w"} and on_cores(0.5) == {"layer_3/w", "layer_2/w"} and on_cores(0.0) == set()
     by_layer = {"layer_0": "host", "layer_1": {"b": "device", "w": 1.0}, "layer_2": "device", "layer_3": 1.0}

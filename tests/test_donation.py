@@ -143,7 +143,7 @@ def commit(tree):
 # jax_offload.jit: no pair is crossed, and every buffer that can be reused is.
 
 
-@pytest.mark.oldest("aliases between memories, of which jax decides")
+@pytest.mark.oldest("aliases between memories, which jax decides")
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("platform", ["cuda", "tpu"])
 def test_donation_crosses_no_memory_kinds(case, platform):

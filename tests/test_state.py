@@ -94,7 +94,7 @@ def test_numpy_goes_to_host_memory_of_the_parameters_devices():
     back = jo.to_host(tx, jax.tree.map(np.asarray, state), p)
     assert_placed(back, state)
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), p)
-    assert_placed(jo.to_host(tx, jo.to_device(state), shapes), state)  # an array stays divided as it is
+    assert_placed(jo.to_host(tx, jo.to_device(state), shapes), state)  # an array keeps its sharding
 
 
 def documented():

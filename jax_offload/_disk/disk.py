@@ -139,7 +139,7 @@ class Disk:
             thread.submit(save).result()
 
     def _described(self, tree: Any) -> tuple[Any, dict[str, Any]]:
-        """Describe a tree, and return its arrays that are not on disk, after the others have been written."""
+        """Wait for writes, describe a tree, and return its arrays that are not on disk."""
         self._check_whole()
 
         def stored(leaf: OnDisk) -> Stored:
@@ -198,7 +198,7 @@ class Disk:
         return self._opened
 
     def fill(self, leaves: Sequence[Place], batches: Iterable[Iterable[Any]]) -> list[OnDisk]:
-        """Make files for these leaves from their values, one batch in memory after the other.
+        """Make files for these leaves from their values, with one batch in memory at a time.
 
         If the iterator raises, the files hold nothing.
         """
@@ -264,14 +264,14 @@ class Disk:
     def _next(self, leaf: Stored, sharding: Sharding) -> OnDisk:
         """Return the placeholder of a leaf in the next version of the state. ``sharding``: its place in host memory."""
         boxes = memory.boxes_of(sharding, shape := tuple(leaf.shape))
-        leaf.check_covers(boxes)  # so that this process can read it,
-        dataclasses.replace(leaf, boxes=boxes).check_covers(leaf.boxes)  # and writes all of its part
+        leaf.check_covers(boxes)  # this process can read it
+        dataclasses.replace(leaf, boxes=boxes).check_covers(leaf.boxes)  # and write all of its part
         place = Place(self, leaf.name, shape, np.dtype(leaf.dtype), sharding)
         return OnDisk((self._version + 1) % VERSIONS, place)
 
     def ends(self, name: str) -> Ends:
         """The row after each range of a leaf's rows that the files keep together."""
-        return self._leaves[name].ends if name in self._leaves else ()  # ``check`` says that it is another's state
+        return self._leaves[name].ends if name in self._leaves else ()  # ``check`` reports a state of another disk
 
     def check(self, token: Any) -> None:
         """Raise ``ValueError`` if the token belongs to another version than the files."""
@@ -338,7 +338,7 @@ class Disk:
         """Return the token of the next version, whose leaves have been put. Raise any failure, in all processes."""
         self.check_moves()
         self._version = (self._version + 1) % VERSIONS
-        return np.asarray(self._version, TOKEN)  # as a program returns it
+        return np.asarray(self._version, TOKEN)  # the type that a program returns
 
     def check_moves(self) -> None:
         """Raise any failure of a read or a write so far, in all processes."""

@@ -1,4 +1,4 @@
-"""A leaf of a state that is on disk: what stands for it in trees and traces, its moves, its division in files.
+"""A leaf of a state that is on disk: its placeholder in trees and traces, its moves, and its parts in files.
 
 Such a leaf is never an operand of a program. In the state's tree an ``OnDisk`` stands for it: a pytree node whose one
 child is a token, the version of the state. Outside traces a token has no value, so computing with it is an error; in a
@@ -43,7 +43,7 @@ Ends = tuple[int, ...]  # the row after each range that files keep together; the
 _BATCH = 2**26  # bytes of leaves that are in memory together on their way to a disk
 
 
-# ---- what stands for a leaf ------------------------------------------------------------------------------------------
+# ---- the placeholder of a leaf ---------------------------------------------------------------------------------------
 
 
 class Place(HostStruct):
@@ -220,7 +220,7 @@ class OnDisk(_Typed, metaclass=_SaysWhatToDo):
 
 
 def _is_token(x: Any) -> bool:
-    """Whether an object is the version of a state, or stands for one while jax traces or compares trees."""
+    """Whether an object is the version of a state, or a placeholder for one while jax traces or compares trees."""
     if type(x) is object or isinstance(x, Token | Tracer):
         return True
     return getattr(x, "shape", None) == () and getattr(x, "dtype", None) == TOKEN

@@ -79,7 +79,7 @@ def checksum_of(memory: np.ndarray) -> int:
 
     A row is a page, and 64 of them are summed at a time. Up to three flipped bits change the sums for certain, as does
     a page in another's place; then the CRC misses one change in 2^32. This takes a third of the time of a CRC-32 of
-    the bytes, which matters as the processor is busier than the disk.
+    the bytes, which matters because the processor is busier than the disk.
     """
     checksum = 0
     for begin in range(0, memory.nbytes, _SUMMED):
@@ -124,7 +124,7 @@ class Memory:
 
 
 class Extent(NamedTuple):
-    """Where the bytes of a key are: in which file, from where on, how many, and the checksums of their blocks."""
+    """The place of a key's bytes: the file, the offset, their number, and the checksums of their blocks."""
 
     file: str
     offset: int
@@ -199,13 +199,13 @@ def manifests(directory: Path) -> dict[str, Manifest]:
     found = {NAME: Manifest.load(directory / NAME)}
     try:
         found[NEXT] = Manifest.load(directory / NEXT)
-    except ValueError as error:  # it was never counted on
+    except ValueError as error:  # nothing depends on it yet
         warnings.warn(f"{error} The commit before it is whole.", stacklevel=2)
     return {name: each for name, each in found.items() if each is not None and each.commit is not None}
 
 
 def renamed(path: Path, to: Path) -> None:
-    """Rename a file for good: after a loss of power there is the file that had the name, or this one."""
+    """Rename a file durably: after a power loss, the name belongs to the old file or to this one."""
     os.replace(path, to)
     descriptor = os.open(to.parents[0], os.O_RDONLY)
     try:
@@ -263,7 +263,7 @@ class Store:
         first = Manifest(None, state, {})
         with saying("making the first manifest of a store", at):
             first.save(at / NAME)
-            (at / NEXT).unlink(missing_ok=True)  # no commit, as another process has not prepared it
+            (at / NEXT).unlink(missing_ok=True)  # another process has not prepared it, so it is no commit
         for name in _OTHER:
             (at / name).unlink(missing_ok=True)
         try:
@@ -424,7 +424,7 @@ class Store:
         return extent._replace(checksums=tuple(_each(self._writes, one, range(0, extent.nbytes, BLOCK))))
 
     def _move(self, call: Callable[..., int], name: str, block: np.ndarray, offset: int, doing: str) -> str:
-        """Read or write a block by as many calls as it takes; return the words for its place in the file."""
+        """Read or write a block in as many calls as it takes, and return a description of its place in the file."""
         place, path = f"bytes {offset} to {offset + block.nbytes} of the file", self._directory / name
         done = idle = 0
         while done < block.nbytes:

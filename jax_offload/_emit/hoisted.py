@@ -63,7 +63,7 @@ def scanned(plan: InScan, env: Mapping[Var, Any], names: Names) -> dict[Var, Any
 
 
 def first_row(scan: Scan) -> int:
-    """The row of a scan's first iteration."""
+    """Return the row that a scan's first iteration uses."""
     return scan.length - 1 if scan.reverse else 0
 
 
@@ -184,7 +184,7 @@ class Emitter:
         return carried, produced
 
     def update(self, hand: Hand, given: Mapping[Var, Any], i: Any, is_first: Any) -> Values:
-        """Run the updates on the rows ``i``, ``given`` those of their operands; return the new rows.
+        """Run the updates on the rows numbered ``i`` and return the new rows. ``given`` holds the operands' rows.
 
         Sums and new rows of arrays on the device are in ``hand.wholes`` then, new rows of host leaves in ``hand.new``.
         """
@@ -212,7 +212,7 @@ class Emitter:
             values.update(zip(s.outputs, s.run(*(values[v] for v in s.inputs)), strict=True))
             if following is not None:
                 gate = [phase.gate] if phase.gate is not None else []
-                # else XLA would store in the next phase too, which loads from the same buffers
+                # without it, XLA would also store in the next phase, which loads from the same buffers
                 written = [v for v in phase.stored if v in hand.new]
                 late = [v for v in following.stored if v in hand.new]
                 parts = (values, gate), (hand.new, late), (hand.wholes, written), (fetched, [*fetched])
@@ -242,7 +242,7 @@ class Emitter:
         stacks = {y: list[Any]() for y in plan.kept}
 
         def rows_of(k: int, x: Any, group: int) -> Any:
-            """The rows of a group; ``None``: they are made one by one."""
+            """Return the rows of a group, or ``None`` if the rows are made one by one."""
             if k in plan.fed or k in again.values():
                 return None
             if (each := plan.reread.get(k)) is not None:

@@ -76,7 +76,7 @@ class Driven:
         self._everywhere = _everywhere(placed, self._devices)
         self._places: dict[Var, Sharding] = self.files.places(self._devices)
         self._places |= {v: s for v, s in zip(own, placed, strict=True) if s is not None} | found.scattered
-        # beside next values, copies are placed like others, and parameters in host memory that the step loads itself
+        # copies, and host parameters that the step loads itself, are placed like their originals, as next values are
         eqns = self.files.program.eqns
         moves = [eqn for eqn in eqns if is_load(eqn) or is_store(eqn) or eqn.primitive.name == "copy"]
         self._like = found.next_of | {eqn.outvars[0]: v for eqn in moves for v in variables(eqn.invars)}
@@ -238,7 +238,7 @@ class Driven:
             return NamedSharding(mesh, typed.spec)  # with Explicit axes, what reads the value expects its type
         seen = set[Var]()
         while v not in self._places and v in self._like and v not in seen:
-            seen.add(v)  # leaves may take each other's places
+            seen.add(v)  # leaves may swap places
             v = self._like[v]
         return self._places.get(v)
 
@@ -273,7 +273,7 @@ class Driven:
         leaves, rest = self.files.returned, iter(values_of(values, self.files.outputs))
         tokens = {home: home.advance() for home in dict.fromkeys(leaf.home for leaf in leaves.values())}
         for home in dict.fromkeys(leaf.home for _, leaf in self.files.given if leaf.home not in tokens):
-            home.check_moves()  # of a state that is read and not returned
+            home.check_moves()  # of a state that the step reads and does not return
         n = len(leaves) + len(self.files.outputs)
         results = [tokens[leaves[k].home] if k in leaves else next(rest) for k in range(n)]
         # in host memory too, results are neither arguments nor each other, unless an argument is ours
@@ -329,7 +329,7 @@ def _put(writes: Sequence[Sequence[Part]], *values: Any) -> list[Any]:
 
 def _waited(*writing: Any) -> list[Any]:
     for each in writing:
-        each.exception()  # which is said when the step ends: other processes are in it too
+        each.exception()  # the end of the step raises it, in all processes
     return []
 
 

@@ -199,7 +199,7 @@ def files_of(step: Program, args: Sequence[Any]) -> OnFiles:
         eqns.append(eqn)
         if jaxprs.holds_inside(eqn, lambda each: each.primitive in (READ, WRITE)):
             updates = holds_driven_update(eqn)
-            if not (updates and eqn.primitive.name in DRIVEN):  # whose branch, or body, is a step of its own
+            if not (updates and eqn.primitive.name in DRIVEN):  # its branches, or its body, are steps of their own
                 raise stands_in(eqn, "disk") if updates else ValueError(_COMPUTES)
     tokens = {*variables(token for token, _ in reads.values())}
     given = all(isinstance(token, Var) and token in step.inputs for token, _ in reads.values())

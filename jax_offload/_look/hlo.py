@@ -168,14 +168,14 @@ class Op:
             return [self.body.read(parameter) for parameter in self.body.parameters[: len(self.operands)]]
         found = [x.array.nbytes for x in self.operands]
         if self.opcode == "dynamic-update-slice":
-            found[0] = 0  # in place: the other rows are there already
+            found[0] = 0  # the update is in place, so the other rows exist already
         elif self.opcode in ("dynamic-slice", "slice", "gather"):
             found[0] = min(found[0], self.array.nbytes)
         return found
 
     @cached_property
     def traffic(self) -> list[tuple[Array, int, bool]]:
-        """The bytes of the rows that it touches in each array around it, and whether it writes them."""
+        """The bytes of the rows that it touches in each outer array, and whether it writes them."""
         if self.opcode in _FREE or self.target in _FREE_CALLS:
             return []
         read = [(x.array, nbytes, False) for x, nbytes in zip(self.operands, self.reads, strict=True)]

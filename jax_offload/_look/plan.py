@@ -277,7 +277,7 @@ class Rows:
             return rows  # the cores and files update parameters on the device
         if not any(row.fits for row in rows if row.name.startswith("resident")) and "fraction" not in given:
             rows += self._smallest_fraction(rows[-1], on_device, run)
-        # fraction=0 goes with neither update_on nor disk
+        # neither update_on nor disk accepts fraction=0
         moving, on_device = ({k: x for k, x in of.items() if (k, x) != ("fraction", 0)} for of in (given, on_device))
         if self.setting.devices <= ON_A_HOST and not given.keys() & {"update_on", "disk", "shard_over"}:
             rows += self.row("cores", {**moving, "update_on": "host"})

@@ -269,7 +269,7 @@ def placement(tx: optax.GradientTransformation | Callable[..., Any], *args: Any,
         0.50       2  256×256  float32  [0].{mu,nu}['w']
       device, 0.00 MiB: rank 0
         0.00       1  ()       int32    [0].count
-      optimizer state: 0.50 MiB, of which 0.50 MiB (100.0%) in pinned_host and 0.00 MiB on the device
+      optimizer state: 0.50 MiB, with 0.50 MiB (100.0%) in pinned_host and 0.00 MiB on the device
       window: 1.25 MiB on each device: ...
     """
     if isinstance(tx, optax.GradientTransformation | optax.MultiSteps):
@@ -471,7 +471,7 @@ def _sentences(table: Placement) -> Iterator[str]:
         beside = ", and arrays beside them" * any(leaf.streams == _BESIDE for leaf in table.leaves)
         what = f"arguments that are, or arrive, in host memory{beside}"
     summary = (
-        f"{what}: {in_mib(total)} MiB, of which {in_mib(host)} MiB ({host / (total or 1):.1%}) in {memory.HOST_KIND} "
+        f"{what}: {in_mib(total)} MiB, with {in_mib(host)} MiB ({host / (total or 1):.1%}) in {memory.HOST_KIND} "
         f"and {in_mib(table.device_bytes)} MiB on the device"
     )
     if disk:

@@ -84,7 +84,7 @@ def rows_like(aval: Aval, shape: tuple[int, ...], dim: int) -> Rows | None:
 
 
 class Names(NamedTuple):
-    """A name for each dimension of each operand and result; ``combine`` puts reductions of chunks together."""
+    """A name for each dimension of each operand and result. ``combine`` joins the reductions of chunks."""
 
     operands: Sequence[Sequence[Hashable]]
     results: Sequence[Sequence[Hashable]]
@@ -288,7 +288,7 @@ def _adds_up(aval: Aval) -> bool:
 
 
 def _made_for_all_rows(eqn: Equation, where: Where) -> Rows | None:
-    """The rows of a result that is made in the shape of the leaf, if its operand is the same for every row."""
+    """Return the rows of a result in the leaf's shape, if its operand is the same for every row."""
     mapped: Sequence[int] = eqn.params.get("broadcast_dimensions", ())
     if where.axis in mapped and eqn.invars[0].aval.shape[mapped.index(where.axis)] != 1:
         return None
@@ -296,7 +296,7 @@ def _made_for_all_rows(eqn: Equation, where: Where) -> Rows | None:
 
 
 def _reshaped(eqn: Equation, rows: Rows | None, where: Where) -> Rows:
-    """The rows of a ``reshape``: they begin where they began, and may lie in a dimension that is merged with others."""
+    """Return the rows of a ``reshape``'s result. Their dimension starts at the same place and may include others."""
     assert rows is not None  # no other operand can have them
     new, before = eqn.params["new_sizes"], math.prod(eqn.invars[0].aval.shape[: rows.dim])
     begin = [d for d, size in enumerate(new) if size % where.size == 0 and math.prod(new[:d]) == before]
@@ -306,7 +306,7 @@ def _reshaped(eqn: Equation, rows: Rows | None, where: Where) -> Rows:
 
 
 def _of_branches(cond: Equation, dims: Sequence[Rows | None], where: Where) -> list[Dim]:
-    """The rows of a ``cond``'s results, which all of its branches make alike."""
+    """Return the rows of a ``cond``'s results, which must agree in all of its branches."""
     if dims[0] is not None:
         raise Dependent("cond on a row")
     branches = [branch.jaxpr for branch in branches_of(cond)]

@@ -166,7 +166,7 @@ class Loop:
 
     @property
     def body(self) -> Program:
-        """The equations that an iteration needs, of ``consts``, the carry and a row of each of ``xs``."""
+        """Return the equations that an iteration needs; ``consts``, the carry and a row of each stack are inputs."""
         eqns, _ = needed_for(self.eqns, variables(self.returned), kept=lambda eqn: bool(eqn.effects))
         return Program([*self.consts, *self.carry, *self.xs], self.returned, eqns, [], self.debug_info)
 
@@ -182,7 +182,7 @@ class Loop:
         self.ys = {y: next(made) for y in self.ys}
 
     def put(self, new: Builder) -> None:
-        """Append the scan as it is now. The names of its results stand for those that it had."""
+        """Append the changed scan. Its results replace those of the original scan."""
         body = jax_fun(self.body.closed)
         n, m = len(self.consts), len(self.consts) + len(self.carry)
 
@@ -196,7 +196,7 @@ class Loop:
 
 
 def _with_loops(program: Program, change: Callable[[Builder, Loop], bool], *, opened: bool = False) -> Program:
-    """Return the program with scans changed. ``change``: appends the scan in another form, and returns whether."""
+    """Return the program with changed scans. ``change`` appends a new form of a scan and returns True, or False."""
 
     def rule(new: Builder, eqn: Equation, operands: list[Atom]) -> Sequence[Atom] | None:
         loop = Loop.of(eqn, operands, opened=opened)
@@ -361,7 +361,7 @@ def scanning_rows(program: Program) -> Program:
 
 
 def _rows_taken(loop: Loop) -> dict[Var, list[Equation]]:
-    """Map each whole array of which the body reads nothing but single rows to the equations that read them."""
+    """Map each array that the body reads only row by row to the equations that read its rows."""
     readers: dict[Var, list[Equation]] = {v: [] for v in loop.consts if v not in variables(loop.returned)}
     for eqn in loop.eqns:
         for v in {*variables(eqn.invars)} & readers.keys():

@@ -68,7 +68,7 @@ class _Spot:
         return sum(nbytes(v.aval) for v in (*self.loads, *self.stores))
 
 
-Spots = Mapping[int, list[_Spot]]  # by the place of the heavy node behind which they run, or ahead of which
+Spots = Mapping[int, list[_Spot]]  # keyed by the place of the heavy node that they run before or after
 
 
 def interleaved(nodes: Sequence[Node], outputs: Sequence[Var]) -> list[Node]:

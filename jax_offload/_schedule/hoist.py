@@ -274,8 +274,8 @@ class Hoist:
         return flow
 
     def _dims_in(self, flow: _Flow, own: Set[int]) -> DimsOf:
-        """What tells where equations have their rows: the ``own`` ones of the flow, and cheap ones for other operands.
-        The results of another update are read, and not made again."""
+        """Return a function that finds the rows of equations: of the flow's ``own`` ones, and of cheap ones for other
+        operands. The results of another update are read, and not made again."""
         numbers = {self.updates[k] for k in own if k in self.updates}
         others = set[Var]()
         if not numbers.issuperset(self.updates.values()):
@@ -339,7 +339,7 @@ class Hoist:
 
     @functools.cached_property
     def _read_ahead(self) -> dict[Var, list[Equation]]:
-        """The equations before the scan that read each variable."""
+        """Map each variable to the equations before the scan that read it."""
         found = dict[Var, list[Equation]]()
         for eqn in self.program.eqns[: self.at]:
             for v in variables(eqn.invars):
@@ -442,7 +442,7 @@ class _Flow:
     Attributes:
       dims: where the rows of the values made of them are, or that these are reductions over all rows.
       known: the same of the arrays made elsewhere that enter the same equations.
-      groups: the equations that keep the rows apart; those of different groups share no stacked result.
+      groups: the equations that keep the rows apart. Different groups share no stacked result.
       blocked: variable -> why its rows go no further; only variables that lead to no other loop or matmul.
     """
 

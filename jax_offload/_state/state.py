@@ -182,7 +182,7 @@ def described_state(tx: optax.GradientTransformation, params: Any, *, remember: 
             axis_of = {sizes: axis for axis, sizes in enumerate(zip(_distinct(param), param, strict=True))}
             sharding = memory.without_axes(own, [axis_of.get(sizes) for sizes in zip(probes[k], x.shape, strict=True)])
         if told is not None and isinstance(everywhere, NamedSharding) and memory.is_explicit(told.mesh):
-            sharding = NamedSharding(everywhere.mesh, told.spec)  # with Explicit axes the types tell
+            sharding = NamedSharding(everywhere.mesh, told.spec)  # with Explicit axes the types hold the shardings
         spec = f"P({', '.join(map(repr, sharding.spec))})" if isinstance(sharding, NamedSharding) else ""
         kind = memory.HOST_KIND if leaf.host or leaf.disk else memory.DEVICE_KIND
         sharding, parts = memory.with_kind(sharding, kind), math.prod(memory.shards_of(sharding, x.shape))
@@ -222,7 +222,7 @@ def _probed(init: Callable[[Any], Any], params: Any, rows: Sequence[Leaf]) -> li
     arrays, treedef = jax.tree.flatten(params)
     if any(leaf.owner is not None and len(leaf.shape) not in (0, np.ndim(arrays[leaf.owner])) for leaf in rows):
         changed = [jax.ShapeDtypeStruct(_distinct(np.shape(x)), x.dtype) for x in arrays]
-        with contextlib.suppress(Exception), described(()):  # an init may look at more than shapes
+        with contextlib.suppress(Exception), described(()):  # an ``init`` may read more than shapes
             found = jax.tree.leaves(jax.eval_shape(init, jax.tree.unflatten(treedef, changed)))
             return [x.shape for x in found] if len(found) == len(rows) else None
     return None
@@ -318,7 +318,7 @@ def state_where_kept(tx: Any, state: Any, params: Any = None, *, plain: bool = F
     def moved(x: Any, leaf: Leaf, like: Any) -> Any:
         if not traced and (leaf.shard_over or not getattr(x, "committed", False)):
             return jax.device_put(x, like.sharding)
-        x = jnp.asarray(x)  # divided as it is: abstract parameters may have no sharding
+        x = jnp.asarray(x)  # keeps its sharding, because abstract parameters may have none
         return memory.to_host(x) if leaf.host else memory.to_device(x)
 
     return guarded(jax.tree.unflatten(treedef, map(moved, leaves, rows, jax.tree.leaves(wanted))), state)

@@ -219,8 +219,7 @@ def _powers_for(largest: jax.Array, dtype: str) -> tuple[jax.Array, jax.Array]:
 def _to_float(x: jax.Array, inverse: jax.Array, noise: jax.Array | None, dtype: str) -> jax.Array:
     """Scale and round to the numbers of a format but zero, still in float32.
 
-    Below the least normal number they are as far apart as right above it, so there the rounding is that of numbers
-    above it.
+    Subnormal numbers are as far apart as the smallest normal ones, so they round like these.
     """
     info, size = jnp.finfo(dtype), lax.abs(x) * inverse
     up = _where(size < 2.0**info.minexp, lax.full_like(x, 2.0**info.minexp), 0)
@@ -416,7 +415,7 @@ def with_storage(
         updates, after = inner.update(updates, before, params, **extra_args)
         olds, treedef = jax.tree.flatten(state.inner_state, is_leaf=is_node)
         leaves = list(zip(olds, jax.tree.leaves(before), jax.tree.leaves(after), strict=True))
-        # what passes through the update unchanged stays encoded as it is
+        # a leaf that the update passes through keeps its codes
         changed = [k for k, (old, was, new) in enumerate(leaves) if isinstance(old, Encoded) and new is not was]
         kept = [old if isinstance(old, Encoded) else new for old, _, new in leaves]
         seeds = composite(_seeds, state.rounds, n=len(changed)) if changed else []

@@ -15,7 +15,7 @@ DOCS = Path(__file__).parents[2] / "docs"
 
 
 def some(leaves):
-    """A step with so many leaves: each loaded for 1 ms, of which half is hidden, updated in 1 ms, and stored."""
+    """A step with so many leaves: each is loaded for 1 ms, half of it hidden, updated in 1 ms, and stored."""
     segments, now = [], 0.0
     for k in range(leaves):
         segments.append(Segment("load", now, now + 1e-3, f"state[0].mu['w{k}']", 10**7))

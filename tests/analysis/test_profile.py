@@ -35,7 +35,7 @@ SIZE = "kind_src:pinned kind_dst:device size:1000 dest:0 async:1"
 
 
 def test_of_a_gpu():
-    """Two steps in 20 ms: 8 ms of kernels, loads 6, stores 4 of which 2 meet a load; 3 ms of copies meet a kernel."""
+    """Two steps in 20 ms: kernels 8, loads 6, stores 4, and 2 of these meet a load; 3 ms of copies meet kernels."""
     data = trace_of(
         "/device:GPU:0",
         **{
@@ -62,7 +62,7 @@ def test_a_tpu_s_traces_are_not_read(monkeypatch):
 
 
 def test_collectives_of_a_gpu_are_no_arithmetic():
-    """NCCL's kernels: 4 ms, of which 1 is behind a matmul and 2 beside a copy."""
+    """NCCL's kernels take 4 ms: 1 of these is behind a matmul, and 2 are beside a copy."""
     streams = {COMPUTE: [("gemm", 0, 5)], H2D: [("MemcpyH2D", 6, 3, SIZE)]}
     nccl = [("ncclDevKernel_AllGather_RING_LL(ncclDevKernelArgsStorage<4096ul>)", 4, 4)]
     p = measured(segments_of(trace_of("/device:GPU:0", **streams, **{"Stream #20": nccl})), 1)

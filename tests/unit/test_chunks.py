@@ -131,7 +131,7 @@ ONCE = {
     **{f"{name} along another axis": lambda x, y, n, of=getattr(lax, name): of(x, axis=1)
        for name in ("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp")},
 }  # fmt: skip
-# A number of which each chunk has a part; it stands in the state beside the leaf that it is made of.
+# Each chunk makes a part of this number, which the state keeps beside its leaf.
 PARTS = {
     **{f"reduce_{name} over all rows": lambda x, y, n, of=of: of(x, axes=(0, 1)) for name, (of, _) in REDUCE.items()},
     "a reduction over everything": lambda x, y, n: x.sum(),

@@ -103,7 +103,7 @@ PRIVATE = re.compile(_MODULES + r"|_getframe|unsafe_(?!buffer_pointer)|\._trace\
     ("what", "module"),
     [
         (PRIVATE, "_program.private"),  # what jax may move: behind named functions, with a table of what it is for
-        # a barrier is used in one of a few ways, each of which says once what XLA does without it
+        # barriers are used in a few ways, and each way explains once what XLA does without it
         (re.compile(r"optimization_barrier\("), "_program.primitives"),
         # what reaches an offload otherwise than through its arguments, with the reasons
         (re.compile(r"ContextVar\("), "_state.arguments"),
