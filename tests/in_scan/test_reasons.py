@@ -124,6 +124,18 @@ def test_why_nothing_moves(expected):
     assert any(expected in why and "; " in why for why in table.stays), table.stays
 
 
+def test_one_state_updated_in_both_branches():
+    """Its transfers are in the branch that runs: outside, both updates would load and store the state."""
+
+    def step(params, state, x):
+        grads = jax.grad(loss_of)(params, x)
+        half = lambda: jo.update_params(TX, jax.tree.map(lambda g: g / 2, grads), state, params)  # noqa: E731
+        return jax.lax.cond(x["x"][0, 0] > 0, lambda: jo.update_params(TX, grads, state, params), half)
+
+    table = placement(jo.jit(step), TX)
+    assert not any(moved(table).values()) and "it runs in a cond of the step" in " ".join(table.stays)
+
+
 @pytest.mark.parametrize("kind", ["one microbatch", "a dtype among the arguments"])
 def test_what_is_no_reason(kind):
     """A scan over one is its iteration; a dtype is static, and no mutable array."""
