@@ -142,6 +142,7 @@ PARTS = {
 # What runs on whole leaves: the equation at which rows meet.
 STAYS = {
     "rows × rows": (lambda x, y, n: x @ y.T @ x, "dot_general of rows with rows"),
+    "rows and a whole": (lambda x, y, n: x + column((n * WHOLE[:COLUMNS]).sum(0)), "add of rows and a whole"),
     "rows contracted with a whole": (lambda x, y, n: WHOLE @ x, "dot_general"),
     "branches: rows here, rows there": (
         lambda x, y, n: lax.cond(n > 0, lambda x: x.ravel(), lambda x: x.T.ravel(), x).reshape(x.shape),
