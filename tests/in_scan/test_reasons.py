@@ -124,6 +124,18 @@ def test_why_nothing_moves(expected):
     assert any(expected in why and "; " in why for why in table.stays), table.stays
 
 
+def test_new_parameters_needed_as_a_whole_before_their_scan():
+    """A pipelined update stays ahead of a pass that begins with all layers."""
+
+    def step(params, state, x):
+        scaled = lambda p: x | {"x": x["x"] / optax.tree.norm(p["layers"])}  # noqa: E731
+        grads = jax.grad(lambda p: loss_of(p, scaled(p)))(params)
+        return jo.update_params(TX, grads, state, params)
+
+    table = placement(jo.pipelined(step, donate_argnums=(0, 1)), TX)
+    assert not any(moved(table, "in the scan").values()) and "needed as a whole before" in " ".join(table.stays), table
+
+
 def test_one_state_updated_in_both_branches():
     """Its transfers are in the branch that runs: outside, both updates would load and store the state."""
 
