@@ -275,6 +275,9 @@ def _with_arithmetic(step: Inlined) -> Inlined:
     In the step this arithmetic would load them as a whole.
     """
     program, own, next_of, updates = step.program, {**step.own}, {**step.next_of}, [*step.updates]
+    choices = any(eqn.primitive.name == "select_n" and id(eqn) not in own for eqn in program.eqns)
+    if not choices and not any(is_host_aval(v.aval) for v in variables(program.outputs) if v not in next_of):
+        return step
     old_of = {v: v for v in program.inputs}  # also of copies, sums and choices
     old_of |= {v: old for v, old in next_of.items() if old in old_of}
     number_of = {v: own[id(eqn)] for eqn in program.eqns if id(eqn) in own for v in eqn.outvars}
