@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate
 from typing import Any
 
@@ -42,7 +42,7 @@ from jax_offload._program.memory import (
 from jax_offload._program.primitives import opaque
 from jax_offload._program.program import Program, Var, flat, without_branches, without_round_trips
 from jax_offload._schedule.after import LARGE, production_of
-from jax_offload._schedule.schedule import Claim, Options, backward_ranks, claimed, merged
+from jax_offload._schedule.schedule import Options, backward_ranks, merged
 from jax_offload._state.arguments import check_on_device
 from jax_offload._state.placement import Leaf
 from jax_offload._state.state import resharded
@@ -71,7 +71,7 @@ def streamed(
     if options is not None:
         args = (resharded(updates, options.partitions, params), state, params, *rest)
     trace = traced(recipe, args, options)
-    given = merged([each.options for each in trace.claims])
+    given = merged(trace.options)
     if given.partitions and options is None and not types_tell(updates):
         args = (resharded(updates, given.partitions, params), state, params, *rest)
     update = _update(trace, given, updates, state, params, next_of)
@@ -97,7 +97,10 @@ def _update(traced: Traced, given: Options, updates: Any, state: Any, params: An
         take_turns=_take_turns(given, updates, produced.constrained),
         names=named | {new: named[old] for new, old in next_values.items() if old in named},
         next_values=next_values,
-        claims=traced.claims,
+        options=traced.options,
+        offload_of=traced.offload_of,
+        on_cores=traced.on_cores,
+        on_disk=traced.on_disk,
         rank=own,
         manual=is_manual(),
         backward=produced.backward,
@@ -179,14 +182,18 @@ class Traced:
       out_tree: the tree of the results.
       trees: the trees of the arguments.
       inputs: for each leaf of the arguments its variable in the program; ``None`` if it is no array.
-      claims: the claims of the ``offload`` whose recipe it is, and of the offloads in it.
+      options: the options of the ``offload`` whose recipe it is, and of the offloads in it.
+      offload_of, on_cores, on_disk: see ``Recipe``.
     """
 
     program: Program
     out_tree: Any
     trees: tuple[Any, ...]
     inputs: Sequence[Var | None]
-    claims: tuple[Claim, ...] = ()
+    options: Sequence[Options] = ()
+    offload_of: Mapping[Var, int] = dataclasses.field(default_factory=dict[Var, int])
+    on_cores: frozenset[Var] = frozenset()
+    on_disk: frozenset[Var] = frozenset()
 
     @functools.cached_property
     def starts(self) -> list[int]:
@@ -231,25 +238,25 @@ def traced(recipe: Callable[..., Any], args: tuple[Any, ...], options: Options |
     program = without_branches(without_updates(jaxpr) if inside else without_round_trips(flat(jaxpr)))
     variable_of = dict(zip(arrays, program.inputs[len(program.consts) :], strict=True))
     trace = Traced(program, out_tree[0], tuple(treedef.children()), [variable_of.get(i) for i in range(len(leaves))])
-    claims = list[Claim]()
+    known, offload_of, on_cores, on_disk = list[Options](), dict[Var, int](), set[Var](), set[Var]()
     if options is not None:
-        own = [(k, v) for k, v in enumerate(trace.leaves(1)) if v is not None]
-        of = [frozenset(v for k, v in own if k in some) for some in (options.on_cores, options.on_disk)]
-        claims.append(Claim(options, frozenset(v for _, v in own), *of))
+        own = {k: v for k, v in enumerate(trace.leaves(1)) if v is not None}
+        known, offload_of = [options], dict.fromkeys(own.values(), 0)
+        on_cores, on_disk = ({own[k] for k in some if k in own} for some in (options.on_cores, options.on_disk))
     for each, update in inside:
-        claims += (
-            Claim(c.options, *(frozenset(each.inputs_of(leaves)) for leaves in (c.leaves, c.on_cores, c.on_disk)))
-            for c in update.claims
-        )
+        offload_of |= {each.origins[v]: len(known) + k for v, k in update.offload_of.items() if v in each.origins}
+        on_cores.update(each.inputs_of(update.on_cores))
+        on_disk.update(each.inputs_of(update.on_disk))
+        known += update.options
     # Gradients and parameters in host memory go through the window of the first offload's state.
-    state = {*trace.leaves(1), *claimed(claims)}
-    others = {v for v in variable_of.values() if is_host_aval(v.aval) and v not in state}
-    if others and claims:
-        if any(each.on_cores or each.on_disk for each in claims):
+    others = {v for v in variable_of.values() if is_host_aval(v.aval)} - {*trace.leaves(1), *offload_of}
+    if others and known:
+        if on_cores or on_disk:
             updates, _, params, *_ = args
             check_on_device(updates, params, "update_on= and disk= are for parameters on the device")
-        claims[0] = dataclasses.replace(claims[0], leaves=claims[0].leaves | others)
-    return dataclasses.replace(trace, claims=tuple(claims))
+        offload_of |= dict.fromkeys(others, 0)
+    facts = dict(options=known, offload_of=offload_of, on_cores=frozenset(on_cores), on_disk=frozenset(on_disk))
+    return dataclasses.replace(trace, **facts)
 
 
 # ---- what recipes are made of

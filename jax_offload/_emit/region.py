@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -92,16 +92,6 @@ class Update(Recipe):
         return [p for each in self.passes for p in each.slices]
 
     @property
-    def on_cores(self) -> Set[Var]:
-        """The leaves that the host's cores update."""
-        return frozenset[Var]().union(*(each.on_cores for each in self.claims)) & {*self.program.inputs}
-
-    @property
-    def on_disk(self) -> Set[Var]:
-        """The leaves that are read from disk."""
-        return frozenset[Var]().union(*(each.on_disk for each in self.claims)) & {*self.program.inputs}
-
-    @property
     def driven(self) -> bool:
         """Whether a part of it cannot be in a program for the device alone."""
         return bool(self.on_cores or self.on_disk)
@@ -120,16 +110,18 @@ class Update(Recipe):
     def only(self, used: Sequence[bool]) -> tuple[list[bool], Update]:
         """Reduce the update to some of its results. It is planned anew, because it need not load for the others."""
         needed, program = self.program.only(used)
-        if all(used) and all(needed):
-            return needed, self
-        given = {*program.inputs}
-        gradients = tuple(v for v in self.gradients if v in given)
-        return needed, dataclasses.replace(self, program=program, gradients=gradients)
+        return needed, self if all(used) and all(needed) else self.with_fewer_inputs(program)
+
+    def with_fewer_inputs(self, program: Program) -> Update:
+        """The update with a program that reads less; what is known of other inputs may stay."""
+        own, gradients = {*program.inputs}, tuple(v for v in self.gradients if v in program.inputs)
+        on_cores, on_disk = self.on_cores & own, self.on_disk & own
+        return dataclasses.replace(self, program=program, gradients=gradients, on_cores=on_cores, on_disk=on_disk)
 
     def updated_by(self, cores: bool) -> Update:
         """The update with all of its leaves, or none, on the host's cores."""
-        claims = [dataclasses.replace(c, on_cores=c.leaves if cores else frozenset[Var]()) for c in self.claims]
-        return dataclasses.replace(self, claims=claims)
+        leaves = self.offload_of.keys() & {*self.program.inputs}
+        return dataclasses.replace(self, on_cores=frozenset(leaves if cores else ()))
 
     def emitted(self, args: Sequence[Any], *, lowered: bool = False, for_cpu: bool = False) -> list[Any]:
         """Emit the update as planned, and return its results.
@@ -153,7 +145,7 @@ class Update(Recipe):
                 follow(each, self.names, env, lowered=lowered, for_cpu=for_cpu)
             results = values_of(env, self.program.outputs)
             names = [self.names.get(v) if isinstance(v, Var) else None for v in self.program.outputs]
-            homes = [claim.options.home for claim in self.claims if claim.options.home is not None]
+            homes = [each.home for each in self.options if each.home is not None]
             return guarded(results, list(args), names=names, home=homes[-1] if homes else None)
 
 

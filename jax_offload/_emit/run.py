@@ -30,7 +30,7 @@ from jax_offload._program.primitives import gate, opaque, read_once, written_aft
 from jax_offload._program.program import numbered, structure
 from jax_offload._program.rules import Dim, Partial, Rows, run_chunk
 from jax_offload._program.slices import Slice
-from jax_offload._schedule.schedule import Chunked, Gate, Planned, RowWise, Schedule, tiles
+from jax_offload._schedule.schedule import Gate, Planned, RowWise, Schedule, tiles
 
 # ---- rows of whole arrays, in a loop: over chunks, in a scan, or from disk
 #
@@ -202,13 +202,13 @@ def _sharding_by_shard(sharding: NamedSharding | None, ndim: int, dim: int) -> N
 # ---- a slice as a loop over chunks of its leaves
 
 
-def looped(s: Slice, how: Chunked, names: Names) -> Callable[..., list[Any]]:
+def looped(s: Slice, how: RowWise, names: Names) -> Callable[..., list[Any]]:
     """Return ``run(*operands)``, which computes the slice's results chunk by chunk."""
     run = group_looped(s, how, names, how.where.size // how.shards)
     return lambda *operands: run(0, operands, {})
 
 
-def group_looped(s: Slice, how: Chunked, names: Names, size: int) -> Callable[..., list[Any]]:
+def group_looped(s: Slice, how: RowWise, names: Names, size: int) -> Callable[..., list[Any]]:
     """``run(start, operands, before)``: the slice's results for ``size`` rows of each shard, from row ``start`` on.
 
     Operands and results on the host have just these rows, and those on the device have all rows. ``before`` has what
@@ -351,7 +351,7 @@ def follow(each: Schedule, names: Names, env: Env, *, lowered: bool, for_cpu: bo
     """
     run = SliceRunner(each.slices, names, lowered=lowered)
     _in_order(each.first, run, env)
-    if each.in_own_loop and not for_cpu:
+    if each.carried is not None and not for_cpu:
         _in_own_loop(each, run, env, lowered=lowered)
     else:
         _in_order(each.order, run, env)
@@ -424,8 +424,8 @@ class SliceRunner:
 
     def _run(self, p: Planned, operands: list[Any]) -> list[Any]:
         s, names = p.slice, self._names
-        if isinstance(p.transfer, Chunked):
-            loop = looped(s, p.transfer, names)
+        if p.in_chunks:
+            loop = looped(s, p.how, names)
             return (loop if self._lowered else or_batched(loop, s.run))(*operands)
         update, loaded = self._update_for(p)
         for i in loaded:

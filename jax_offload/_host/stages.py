@@ -31,11 +31,12 @@ from jax_offload._program.memory import HOST_KIND, is_host_aval
 from jax_offload._program.primitives import CHECKPOINT, ELEMENTWISE
 from jax_offload._program.program import Builder, Program, as_program
 from jax_offload._program.propagate import Facts, needed_for, union
+from jax_offload._program.rules import Dependent
 from jax_offload._program.slices import Slice, consecutive, slice_of
 from jax_offload._rewrite.inlined import equation_of, localised
 from jax_offload._rewrite.parts import computed_again, cut_step
 from jax_offload._schedule.after import LARGE
-from jax_offload._schedule.schedule import Chunked, Planned, Schedule, in_parts
+from jax_offload._schedule.schedule import Planned, RowWise, Schedule, in_parts
 
 # Bytes of state in a group. Updating a group takes a hundred times as long as starting its program. Only the last
 # group's parameters come back while nothing is updated.
@@ -372,14 +373,17 @@ class Staged:
             found = [leaves.get(v) for v in (*p.slice.loads, *p.slice.stores)]
             ends = [{*leaf.home.ends(leaf.name)} if leaf else set[int]() for leaf in found]
             ranges = [*pairwise([0, *sorted(set[int].intersection(*ends))])] if ends else []
-            how = in_parts(p, update.next_values, update.on_disk) if len(ranges) > 1 else None
-            if isinstance(how, Chunked) and how.shape[0] == how.shards * ranges[-1][1]:
+            try:
+                how = in_parts(p, update.next_values, update.on_disk) if len(ranges) > 1 else None
+            except Dependent:
+                how = None
+            if how is not None and how.shape[0] == how.shards * ranges[-1][1]:
                 yield from self._parts(p.slice, how, update, ranges)
             else:
                 traced = SliceRunner([p], update.names, lowered=True).equations(p)
                 yield _slice_by(traced, p.slice.inputs, p.slice.outputs)
 
-    def _parts(self, s: Slice, how: Chunked, update: Update, ranges: Sequence[Range]) -> Iterator[Slice]:
+    def _parts(self, s: Slice, how: RowWise, update: Update, ranges: Sequence[Range]) -> Iterator[Slice]:
         """Yield a slice as parts, which hand arrays on the device from one to the next: each part writes its rows into
         the same buffer."""
         now = {v: v for v in s.inputs}  # what earlier parts have left, in whose buffer a result goes

@@ -384,7 +384,7 @@ def _guessed(updates: Sequence[Update], of_step: bool) -> tuple[str, ...]:
         if not update.ordered and sum(bool(p.slice.loads) for p in update.planned) > 1:
             tells = "the step does not tell it" if of_step else "placement(step, *args) reads it from the step"
             said[f"order: guessed from the parameters' paths; {tells}"] = None
-        known = merged([each.options for each in update.claims])
+        known = merged(update.options)
         paths: dict[str, list[str]] = {}
         for path in sorted(known.remembered):
             if known.shardings[path].num_devices > 1:

@@ -594,9 +594,9 @@ def _moves(eqn: Equation, this: Equation) -> bool:
 
 def _is_whole(update: Update, manual: Set[str]) -> bool:
     """Whether each device is known to hold all operands of an update whole."""
-    for claim in update.claims:
-        specs = [s.spec if isinstance(s, NamedSharding) else None for s in claim.options.shardings.values()]
-        if claim.options.partitions or claim.options.unknown or not specs or None in specs:
+    for options in update.options:
+        specs = [s.spec if isinstance(s, NamedSharding) else None for s in options.shardings.values()]
+        if options.partitions or options.unknown or not specs or None in specs:
             return False
         if any(not manual.isdisjoint(names_in(entry)) for spec in specs for entry in spec or ()):
             return False

@@ -157,12 +157,9 @@ def with_program(update: Update, program: Program, names: dict[Var, Atom]) -> Up
         names=by_variable(update.names),
         rank=by_variable(update.rank),
         next_values={v: old for v, old in olds.items() if isinstance(old, Var)},
-        claims=[
-            dataclasses.replace(
-                each, leaves=local(each.leaves), on_cores=local(each.on_cores), on_disk=local(each.on_disk)
-            )
-            for each in update.claims
-        ],
+        offload_of=by_variable(update.offload_of),
+        on_cores=local(update.on_cores),
+        on_disk=local(update.on_disk),
     )
 
 
@@ -173,8 +170,7 @@ def consisting_of(update: Update, eqns: Sequence[Equation], wanted: Set[Var]) ->
     inputs = list(dict.fromkeys([*(v for v in recipe.inputs if v in read), *read]))
     outputs: list[Atom] = [v for eqn in eqns for v in eqn.outvars if v in wanted]
     program = dataclasses.replace(recipe, inputs=inputs, outputs=outputs, eqns=list(eqns), consts=[])
-    gradients = tuple(v for v in update.gradients if v in read)
-    return dataclasses.replace(update, program=program, gradients=gradients)
+    return update.with_fewer_inputs(program)
 
 
 def equation_of(update: Update, like: Equation) -> Equation:
@@ -319,10 +315,8 @@ def _with_arithmetic(step: Inlined) -> Inlined:
             {w: x for w, x in each.items() if x is not old} | {v: old} for each in (next_of, update.next_values)
         )
         names = dict(update.names) | ({v: update.names[old]} if old in update.names else {})
-        claims = [*update.claims]  # none if the update has no state in host memory
-        if is_host_aval(old.aval):
-            claims[:1] = [dataclasses.replace(each, leaves=each.leaves | {old}) for each in claims[:1]]
-        updates[number_of[v]] = dataclasses.replace(update, next_values=nexts, names=names, claims=claims)
+        offload_of = {old: 0, **update.offload_of} if update.options and is_host_aval(old.aval) else update.offload_of
+        updates[number_of[v]] = dataclasses.replace(update, next_values=nexts, names=names, offload_of=offload_of)
     if not taken:
         return step
     eqns = list[Equation]()

@@ -10,7 +10,7 @@ add a policy:
    A reason ends with a fix; ``placement`` prints it.
 2. Describe what an iteration does by fields of ``InScan`` (``_schedule/in_scan.py``). ``moves`` are the updates inside,
    ``eqns`` the equations that leave their place, ``kept`` the stacked results that still exist. ``_parts`` runs the
-   equations of an update that are in no ``eqns`` after the passes. ``placement`` prints ``InIterations``
+   equations of an update that are in no ``eqns`` after the passes. ``placement`` prints ``RowWise``
    (``_schedule/schedule.py``) for each move: let its words name the policy.
 3. Emit it in ``Emitter.iteration`` (``_emit/hoisted.py``). ``update`` runs the moves on row ``i``. ``arithmetic`` runs
    the scan's body; meanwhile it stores row ``before`` (in a forward pass ``i``) and loads row ``after``. ``Buffers``
@@ -46,7 +46,7 @@ from jax_offload._rewrite.inlined import Inlined, consisting_of, inlined, opened
 from jax_offload._schedule.gates import in_turn, interleaved, is_heavy
 from jax_offload._schedule.hoist import LEAST_ROW, MICROBATCHES, Hoist
 from jax_offload._schedule.in_scan import CannotHoist, InScan
-from jax_offload._schedule.schedule import Gate, Planned, Whole, Window
+from jax_offload._schedule.schedule import WHOLE, Gate, Planned, Window
 
 AHEAD = (
     "a number made of all of its state, or of all rows of a leaf, takes a pass of its own, ahead; keep leaves on the "
@@ -273,7 +273,8 @@ def _loaded_where_read(step: Inlined, nodes: Sequence[Node], outputs: Sequence[V
     large = {id(eqn): n for eqn in loads if (n := nbytes(eqn.outvars[0].aval)) >= LEAST_ROW}
     if not large:
         return [*nodes]
-    how, window = Whole("where a pass reads it"), Window(2 * max(large.values()), "two of the layers that passes read")
+    how = f"{WHOLE}: where a pass reads it"
+    window = Window(2 * max(large.values()), "two of the layers that passes read")
     made = dict[Var, dict[int, Equation]]()  # what is made of leaves alone -> the equations that make it
     before, lasting, done, found = Builder(), dict[Var, tuple[Var, int]](), 0, list[Node]()
     stay = {*outputs, *(v for node in nodes if not isinstance(node.payload, Equation) for v in node.reads)}
@@ -320,13 +321,13 @@ def _pieces(rest: Update) -> list[Node]:
     if len(update.passes) != 1:
         raise CannotHoist(AHEAD)
     (only,) = update.passes
-    if only.in_own_loop:
+    if only.carried is not None:
         raise CannotHoist(f"it runs in a loop of its own, {only.slices[0].window.own_loop}; scan over stacked layers")
     if any(eqn.effects for eqn in update.program.eqns):
         raise CannotHoist("it has effects, such as a callback; call back from the step, not from the optimizer")
     window = only.slices[0].window if only.slices else Window(0, "nothing moves")
     apart = [s for s in only.first if isinstance(s, Slice)]
-    first = [Planned(s, Whole(), window, tuple(v for v in s.outputs if v in update.next_values)[:1]) for s in apart]
+    first = [Planned(s, WHOLE, window, tuple(v for v in s.outputs if v in update.next_values)[:1]) for s in apart]
     return [Node(p, p.slice.inputs, p.slice.outputs) for p in [*first, *only.slices] if p.slice.outputs]
 
 

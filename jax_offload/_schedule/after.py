@@ -25,14 +25,13 @@ from jax_offload._program.program import Program, flat
 from jax_offload._program.propagate import forward, needed_for, union
 from jax_offload._program.slices import Slice, consecutive, cut, repeats_effects
 from jax_offload._schedule.schedule import (
-    Claim,
+    ON_CORES,
+    WHOLE,
     Gate,
-    OnCores,
+    Options,
     Planned,
     Schedule,
-    Whole,
     Window,
-    apart,
     buffers,
     transfer_of,
 )
@@ -182,7 +181,9 @@ class Recipe:
       gradients: its operands that are gradients, in the order of the backward pass, which the trace around it knows.
       take_turns: whether its gradients may wait for each other.
       next_values: result -> the argument whose next value it is.
-      claims: the claims of the offloads in it.
+      options: the options of the offloads in it.
+      offload_of: leaf of a state -> the number of the offload that streams it, in ``options``.
+      on_cores, on_disk: the leaves that the host's cores update, and those that are read from disk.
       rank: leaf of the state -> its place in the order of the backward pass.
       manual: whether it was traced inside ``shard_map``.
       backward: the passes that made its gradients, where only gates in the update hold them back.
@@ -193,7 +194,10 @@ class Recipe:
     gradients: tuple[Var, ...]
     take_turns: bool
     next_values: Mapping[Var, Var]
-    claims: Sequence[Claim]
+    options: Sequence[Options]
+    offload_of: Mapping[Var, int]
+    on_cores: frozenset[Var]
+    on_disk: frozenset[Var]
     rank: Mapping[Var, int]
     manual: bool
     backward: Backward | None = None
@@ -206,27 +210,33 @@ def schedules_of(recipe: Recipe) -> list[Schedule]:
     Scalars that need the state get a pass of their own, ahead of the other one, if that lowers the memory on the
     device.
     """
-    claims, next_of = apart(recipe.claims, recipe.program.inputs), recipe.next_values
-    on_cores = frozenset[Var]().union(*(claim.on_cores for claim in claims))  # and with them all of their slices
+    next_of, hosts = recipe.next_values, [v for v in recipe.program.inputs if is_host_aval(v.aval)]
+    on_cores = recipe.on_cores.intersection(hosts)  # and with them all of their slices
+    given = [each.window for each in recipe.options]
+    given.append(max(filter(None, given), default=None))  # for leaves that a wrapper changed, in no offload's state
+    owner = {v: recipe.offload_of.get(v, len(recipe.options)) for v in hosts}
     best: tuple[int, list[tuple[Slice, list[Planned], Mapping[Var, Var] | None]]] | None = None
     for scalars_ahead in False, True:
         passes = cut(recipe.program, scalars_ahead)
         if scalars_ahead and repeats_effects(recipe.program, passes):
             break
-        of = {id(s): _claim(s, claims) for each in passes for s in each.slices}
+        of = {id(s): _owner(s, owner, given) for each in passes for s in each.slices}
         streamed = [s for each in passes for s in each.slices if on_cores.isdisjoint(s.loads)]
-        own_loop = _own_loop(recipe, claims, streamed, {*recipe.gradients} & {*passes[0].prelude.inputs})
+        ungated = {*recipe.gradients} & {*passes[0].prelude.inputs}
+        own_loop = _own_loop(recipe, {v: given[k] for v, k in owner.items()}, streamed, ungated)
         carried = [_carried(each.slices, next_of) if own_loop else None for each in passes]
         if any(each.slices and loop is None for each, loop in zip(passes, carried, strict=True)):
             own_loop, carried = "", [None for _ in passes]
-        windows = {c: _window(recipe, c, [s for s in streamed if of[id(s)] is c], own_loop) for c in claims}
+        usual = [_usual([s for s in streamed if of[id(s)] == k]) for k in range(len(given))]
+        leaves = [[v for v in hosts if owner[v] == k] for k in range(len(given))]
+        windows = [_window(recipe, *each, own_loop) for each in zip(given, leaves, usual, strict=True)]
         found, most, enough = list[tuple[Slice, list[Planned], Mapping[Var, Var] | None]](), 0, True
         for each, loop in zip(passes, carried, strict=True):
             found.append((each.prelude, [], loop))
             for s in each.slices:
                 window, large = windows[of[id(s)]]
                 stays, fits = not on_cores.isdisjoint(s.loads), s.loaded_bytes <= window.nbytes
-                how = OnCores() if stays else Whole() if fits else transfer_of(s, next_of, window.nbytes)
+                how = ON_CORES if stays else WHOLE if fits else transfer_of(s, next_of, window.nbytes)
                 found[-1][1].append(p := Planned(s, how, window, _token(s, next_of)))
                 most, enough = max(most, p.bytes_at_once), enough and p.bytes_at_once <= large
         best = (most, found) if best is None or most < best[0] else best
@@ -242,26 +252,25 @@ def schedules_of(recipe: Recipe) -> list[Schedule]:
     return schedules
 
 
-def _claim(s: Slice, claims: Sequence[Claim]) -> Claim:
+def _owner(s: Slice, owner: Mapping[Var, int], given: Sequence[int | None]) -> int:
     """The offload that streams a slice: among those that have leaves in it, the one with the smallest window."""
-    own = [c for c in claims if not c.leaves.isdisjoint(s.loads)]
-    return min(own, key=lambda c: math.inf if c.options.window is None else c.options.window, default=claims[0])
+    own = sorted({owner[v] for v in s.loads if v in owner})
+    return min(own, key=lambda k: math.inf if (window := given[k]) is None else window, default=0)
 
 
-def _own_loop(recipe: Recipe, claims: Sequence[Claim], streamed: Sequence[Slice], ungated: Set[Var]) -> str:
+def _own_loop(recipe: Recipe, given: Mapping[Var, int | None], streamed: Sequence[Slice], ungated: Set[Var]) -> str:
     """Say why no slice can run among the matmuls of the backward pass; return an empty string if slices can.
 
     XLA's scheduler runs everything as late as the copies allow. The memory that this costs is bounded if all gradients
     that it puts off take less than the state on the host. The delay is short if a load waits for each gradient, and
     takes about as long as the layer's arithmetic. No load waits for the ``ungated`` gradients: their leaves stay on the
-    device, or only a norm needs them.
+    device, or only a norm needs them. ``given`` are the windows that the user gave the offloads of host leaves.
 
     Where arrays are sharded, XLA's scheduler sees collectives anyway, and may also see small pieces. A gather (ZeRO-1)
     is a collective itself, beside which nothing would run.
     """
     program, backward = recipe.program, recipe.backward
-    on_cores = frozenset[Var]().union(*(claim.on_cores for claim in claims))
-    moved = sum(nbytes(v.aval) for claim in claims for v in claim.leaves - on_cores)
+    moved = sum(nbytes(v.aval) for v in given if v not in recipe.on_cores)
     is_divided = any(math.prod(shards) > 1 for shards in program.shards.values())
     gathers = is_divided and any(eqn.primitive.name in PLACED - {"device_put"} for eqn in program.eqns)
     if recipe.manual or gathers:
@@ -270,17 +279,17 @@ def _own_loop(recipe: Recipe, claims: Sequence[Claim], streamed: Sequence[Slice]
         late = backward.scaled or any(math.prod(v.aval.shape) >= LARGE for v in ungated)
         if late or backward.flops > FLOPS_PER_BYTE * moved:
             return PUT_OFF
-    given = any(c.leaves and c.options.window is not None for c in claims)
-    return SMALL_PIECES if 0 < _usual(streamed) < LEAST_HIDDEN and not is_divided and not given else ""
+    small = 0 < _usual(streamed) < LEAST_HIDDEN and not is_divided
+    return SMALL_PIECES if small and all(window is None for window in given.values()) else ""
 
 
-def _window(recipe: Recipe, claim: Claim, streamed: Sequence[Slice], own_loop: str) -> tuple[Window, int]:
+def _window(recipe: Recipe, given: int | None, leaves: Sequence[Var], usual: int, own_loop: str) -> tuple[Window, int]:
     """Choose the window for the slices of an offload, and the most bytes at once that need no pass of their own."""
-    if (given := claim.options.window) is not None:
+    if given is not None:
         return Window(given, "as given", own_loop), given
-    state = sum(nbytes(v.aval) // math.prod(recipe.program.shards.get(v, ())) for v in claim.leaves)
+    state = sum(nbytes(v.aval) // math.prod(recipe.program.shards.get(v, ())) for v in leaves)
     large, small = max(DEFAULT_WINDOW, state // DEFAULT_SHARE), max(LEAST_WINDOW, state // SMALL_SHARE)
-    default, usual = min(large, small), _usual(streamed)
+    default = min(large, small)
     if usual <= max(default, min(large, state // GATED_SHARE) if recipe.gated else 0):
         chosen = Window(5 * usual // 2, "two and a half of its usual pieces", own_loop)
     elif small < large:

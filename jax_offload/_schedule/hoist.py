@@ -25,7 +25,7 @@ from jax_offload._program.propagate import NEEDS, Mask, forward, groups, made_of
 from jax_offload._program.rules import Dependent, Dim, Rows, Where, chunked_dims, rows_after, rows_like
 from jax_offload._program.slices import Slice, consecutive, slice_of
 from jax_offload._schedule.in_scan import CannotHoist, InScan, Nest
-from jax_offload._schedule.schedule import InIterations, Planned, Window, same_type
+from jax_offload._schedule.schedule import Planned, RowWise, Window, same_type
 
 PIPELINED = "; jax_offload.pipelined hides it"
 NEEDS_ALL = f"something that needs all gradients, such as their norm, comes before their update{PIPELINED}"
@@ -401,7 +401,8 @@ class Hoist:
         out_dims = tuple(chunked_dims(s.core.jaxpr, list(dims), Where(scan.length, shape, axis)))
         if any(d is None or (isinstance(d, Rows) and d.per_row > 1) for d in out_dims):
             raise CannotHoist(MERGED)
-        how = InIterations(shape, axis, dims, out_dims, self._buffers(s, dims, out_dims), ahead=ahead)
+        which = "that reads the parameters" if ahead else "that makes their gradients"
+        how = RowWise(shape, axis, dims, out_dims, self._buffers(s, dims, out_dims), scan=which)
         return Planned(s, how, ROWS)
 
     def _buffers(self, s: Slice, dims: Sequence[Dim], out_dims: Sequence[Dim]) -> tuple[Var | None, ...]:

@@ -9,7 +9,7 @@ import dataclasses
 import math
 import re
 from collections.abc import Mapping, Sequence, Set
-from typing import Any, TypeGuard
+from typing import Any
 
 from jax.sharding import NamedSharding, Sharding
 
@@ -53,19 +53,6 @@ class Options:
         return {path: self.shardings[path] for path in self.partitions}
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class Claim:
-    """An ``offload`` in a recipe, and the inputs of the recipe's program that are leaves of its state.
-
-    ``on_cores``: the leaves that the host's cores update; ``on_disk``: the leaves on disk.
-    """
-
-    options: Options
-    leaves: frozenset[Var]
-    on_cores: frozenset[Var] = frozenset()
-    on_disk: frozenset[Var] = frozenset()
-
-
 def merged(options: Sequence[Options]) -> Options:
     """Merge the facts that several offloads know about the parameters."""
     return Options(
@@ -74,22 +61,6 @@ def merged(options: Sequence[Options]) -> Options:
         remembered=frozenset[str]().union(*(each.remembered for each in options)),
         unknown=frozenset[str]().union(*(each.unknown for each in options)),
     )
-
-
-def claimed(claims: Sequence[Claim]) -> Mapping[Var, Claim]:
-    """Map each leaf to the claim that decides: the last of several, as an ``offload`` follows the wrapper around it."""
-    return {v: each for each in claims for v in each.leaves}
-
-
-def apart(claims: Sequence[Claim], inputs: Sequence[Var]) -> list[Claim]:
-    """Return claims with each host leaf in one; the last has leaves that a wrapper changed and nobody claims."""
-    of, hosts = claimed(claims), frozenset(v for v in inputs if is_host_aval(v.aval))
-    found = [
-        Claim(each.options, frozenset(v for v in hosts if of.get(v) is each), each.on_cores & hosts, each.on_disk)
-        for each in claims
-    ]
-    windows = [each.options.window for each in claims if each.options.window]
-    return [*found, Claim(Options(window=max(windows, default=None)), hosts - of.keys())]
 
 
 def backward_ranks(params: Any, produced: Sequence[int] | None = None) -> list[int]:
@@ -104,16 +75,13 @@ def backward_ranks(params: Any, produced: Sequence[int] | None = None) -> list[i
     """
     names = names_of([path for path, _ in leaves_with_paths(params)])
 
-    def natural(name: str) -> list[tuple[int, int, str]]:
-        return [(0, int(t), "") if t.isdigit() else (1, 0, t) for t in re.split(r"(\d+)", name)]
+    def natural(i: int) -> list[str | int]:
+        return [int(part) if k % 2 else part for k, part in enumerate(re.split(r"(\d+)", names[i]))]
 
-    order = sorted(range(len(names)), key=lambda i: natural(names[i]), reverse=True)
+    order = sorted(range(len(names)), key=natural, reverse=True)
     if produced and len(produced) == len(names):
         order.sort(key=produced.__getitem__)
-    ranks = [0] * len(names)
-    for rank, i in enumerate(order):
-        ranks[i] = rank
-    return ranks
+    return sorted(range(len(names)), key=order.__getitem__)
 
 
 SUBLANES = 8  # rows of a tile in a TPU's memory, of whatever dtype
@@ -129,16 +97,6 @@ def tiles(rows: int, axis: int, ndim: int) -> tuple[tuple[int, int], ...]:
 
 
 @dataclasses.dataclass(frozen=True)
-class Whole:
-    """A slice whose host leaves are loaded whole; ``reason`` says why, if chunks would have been smaller."""
-
-    reason: str = ""
-
-    def __str__(self) -> str:
-        return f"whole: {self.reason}" if self.reason else "whole"
-
-
-@dataclasses.dataclass(frozen=True)
 class RowWise:
     """How a slice runs on some rows of its operands: in a loop over chunks, in a scan, or on rows from disk.
 
@@ -149,6 +107,8 @@ class RowWise:
       out_dims: where the rows of each result are; a ``Partial`` is added up.
       buffers: for every result the operand whose buffer it overwrites, row by row; ``None``: a new one.
       shards: into how many parts the axis is divided between devices; the same rows are taken from each.
+      rows: how many rows of each shard are a chunk.
+      scan: the scan of the step that runs it, a row in each iteration, in words; empty if it runs in chunks.
     """
 
     shape: tuple[int, ...]
@@ -157,51 +117,23 @@ class RowWise:
     out_dims: tuple[Dim, ...]
     buffers: tuple[Var | None, ...]
     shards: int = 1
+    rows: int = 1
+    scan: str = ""
 
     @property
     def where(self) -> Where:
         """The axis, for the rules of equations."""
         return Where(self.shape[self.axis], self.shape, self.axis, self.shards)
 
-
-@dataclasses.dataclass(frozen=True)
-class Chunked(RowWise):
-    """A slice that runs in a loop over chunks of its leaves; ``rows`` of each shard are a chunk."""
-
-    rows: int = 1
-
-    @property
-    def count(self) -> int:
-        """The number of chunks."""
-        return math.ceil(self.shape[self.axis] // self.shards / self.rows)
-
     def __str__(self) -> str:
-        return f"{self.count} chunks of axis {self.axis}"
+        size = self.shape[self.axis]
+        if self.scan:
+            return f"{size} rows, in the scan {self.scan}"
+        return f"{math.ceil(size // self.shards / self.rows)} chunks of axis {self.axis}"
 
 
-@dataclasses.dataclass(frozen=True)
-class InIterations(RowWise):
-    """A slice that runs inside a scan of the step, a row in each iteration.
-
-    ``ahead``: whether the scan reads the new parameters, or makes the gradients.
-    """
-
-    ahead: bool = False
-
-    def __str__(self) -> str:
-        where = "that reads the parameters" if self.ahead else "that makes their gradients"
-        return f"{self.shape[self.axis]} rows, in the scan {where}"
-
-
-@dataclasses.dataclass(frozen=True)
-class OnCores:
-    """A slice whose host leaves stay where they are: the host's cores update them."""
-
-    def __str__(self) -> str:
-        return "updated on the host's cores"
-
-
-Transfer = Whole | Chunked | InIterations | OnCores
+WHOLE, ON_CORES = "whole", "updated on the host's cores"
+Transfer = RowWise | str  # how the host leaves of a slice move; in words unless it is row by row
 
 
 @dataclasses.dataclass(frozen=True)
@@ -236,11 +168,11 @@ class Planned:
 
     @property
     def in_chunks(self) -> bool:
-        return isinstance(self.transfer, Chunked)
+        return isinstance(self.transfer, RowWise) and not self.transfer.scan
 
     @property
     def on_cores(self) -> bool:
-        return isinstance(self.transfer, OnCores)
+        return self.transfer == ON_CORES
 
     @property
     def how(self) -> RowWise:
@@ -285,10 +217,6 @@ class Schedule:
         return [p for p in self.order if isinstance(p, Planned)]
 
     @property
-    def in_own_loop(self) -> bool:
-        return self.carried is not None
-
-    @property
     def in_turn(self) -> str:
         """How the gradients that the prelude uses take turns, in words; empty if they do not."""
         waiting = sum(isinstance(part, Gate) for part in self.first)
@@ -303,58 +231,67 @@ class Schedule:
 
 # Bytes of one parameter's leaves that are a part, at least, and less than twice that: a group (see `_host/stages`).
 PART_BYTES = 2**26
+_OTHER_SHAPES = "leaves of different shapes depend on each other"
 
 
 def transfer_of(s: Slice, reuse: Mapping[Var, Var], window: int) -> Transfer:
-    """Decide that a slice goes in chunks, with at most ``window`` bytes of host leaves in flight, or whole, and why.
+    """Decide that a slice goes in chunks, or whole, and why; for the arguments see ``in_chunks``."""
+    try:
+        return in_chunks(s, reuse, window)
+    except Dependent as why:
+        return f"{WHOLE}: {why}"
 
-    A chunk of a sharded axis is the same rows of every shard, so no device needs another's rows.
+
+def in_chunks(s: Slice, reuse: Mapping[Var, Var], window: int) -> RowWise:
+    """Find the axis along which a slice goes in chunks, with at most ``window`` bytes of host leaves in flight.
 
     Args:
       s: the slice.
       reuse: result -> operand of the same type whose buffer it may take, because it is that operand's next value.
       window: bytes on one device.
+
+    Raises:
+      Dependent: its leaves are loaded whole; the message says why.
     """
     if not all(v in reuse for v in s.stores):
-        return Whole("it makes a leaf that was not in the state before")
+        raise Dependent("it makes a leaf that was not in the state before")
     if not all(is_host_aval(reuse[v].aval) for v in s.stores):
-        return Whole("it moves to the host in this step")  # no host buffer yet to write its rows into
-    old_of = buffers(s, reuse)
-    if any(old is None and is_host_aval(v.aval) for v, old in zip(s.outputs, old_of, strict=True)):
-        return Whole("its next value is of another type or sharding, or not its own")
-    inner, why = s.core, "it is smaller than a tile"
-    lead = max((v.aval for v in s.loads), key=nbytes)
+        raise Dependent("it moves to the host in this step")  # no host buffer yet to write its rows into
+    into = buffers(s, reuse)
+    if any(old is None and is_host_aval(v.aval) for v, old in zip(s.outputs, into, strict=True)):
+        raise Dependent("its next value is of another type or sharding, or not its own")
+    lead, why = max((v.aval for v in s.loads), key=nbytes), Dependent("it is smaller than a tile")
     for axis in range(max(1, lead.ndim - 1)):
-        size = lead.shape[axis]
-        dims = [rows_like(v.aval, lead.shape, axis) for v in s.inputs]
-        parts = [s.shards[v][d.dim] for v, d in zip(s.inputs, dims, strict=True) if d is not None and v in s.shards]
-        shards = max(parts, default=1)
-        if size % shards or any(shards % n for n in parts):
-            why = f"the shards of axis {axis} do not match"
-            continue
-        rows = _rows(s, lead.ndim - 1 - axis, size // shards, window)
-        if rows == size // shards:
-            continue  # a tile that is larger than the window
-        if any(d is None for v, d in zip(s.inputs, dims, strict=True) if is_host_aval(v.aval)):
-            why = "leaves of different shapes depend on each other"
-            continue
         try:
-            out_dims = chunked_dims(inner.jaxpr, dims, Where(size, lead.shape, axis, shards))
+            if found := _along(axis, lead, s, into, window):
+                return found
         except Dependent as dependent:
-            why = str(dependent)
-            continue
-        written = [d for v, d in zip(s.outputs, out_dims, strict=True) if _writable(d, v in s.stores)]
-        if len(written) < len(out_dims):
-            why = "a result has no such axis"
-            continue
-        old_of = [None if isinstance(d, Partial) else old for old, d in zip(old_of, written, strict=True)]
-        return Chunked(lead.shape, axis, tuple(dims), tuple(written), tuple(old_of), shards, rows)
-    return Whole(why)
+            why = dependent
+    raise why
 
 
-def _writable(dim: Dim, on_host: bool) -> TypeGuard[Rows | Partial]:
-    """Whether a result can be put together from the chunks' results."""
-    return dim == Rows(dim.dim) if isinstance(dim, Rows) else dim is not None and not on_host
+def _along(axis: int, lead: Aval, s: Slice, into: Sequence[Var | None], window: int) -> RowWise | None:
+    """How a slice goes in chunks along an axis of the leading leaf; ``None`` if a tile is larger than the window.
+
+    A chunk of a sharded axis is the same rows of every shard, so no device needs another's rows.
+    """
+    size = lead.shape[axis]
+    dims = [rows_like(v.aval, lead.shape, axis) for v in s.inputs]
+    parts = [s.shards[v][d.dim] for v, d in zip(s.inputs, dims, strict=True) if d is not None and v in s.shards]
+    shards = max(parts, default=1)
+    if size % shards or any(shards % n for n in parts):
+        raise Dependent(f"the shards of axis {axis} do not match")
+    rows = _rows(s, lead.ndim - 1 - axis, size // shards, window)
+    if rows == size // shards:
+        return None
+    if any(d is None and is_host_aval(v.aval) for v, d in zip(s.inputs, dims, strict=True)):
+        raise Dependent(_OTHER_SHAPES)
+    made = chunked_dims(s.core.jaxpr, dims, Where(size, lead.shape, axis, shards))
+    for v, d in zip(s.outputs, made, strict=True):
+        if d is None or (d.per_row > 1 if isinstance(d, Rows) else v in s.stores):
+            raise Dependent("a result has no such axis")
+    into = [None if isinstance(d, Partial) else old for old, d in zip(into, made, strict=True)]
+    return RowWise(lead.shape, axis, tuple(dims), tuple(made), tuple(into), shards, rows)
 
 
 def _rows(s: Slice, minor_dims: int, size: int, window: int) -> int:
@@ -374,15 +311,11 @@ def tile_of(minor_dims: int) -> int:
 
 def buffers(s: Slice, reuse: Mapping[Var, Var]) -> list[Var | None]:
     """The operand whose buffer each result overwrites, row by row as the rows are used; ``None``: a new buffer."""
-    taken: set[Var] = set()
-    found: list[Var | None] = []
+    found, free = list[Var | None](), {*s.inputs}
     for v in s.outputs:
         old = reuse.get(v)
-        if old is None or old not in s.inputs or old in taken or not same_type(old.aval, v.aval):
-            found.append(None)
-            continue
-        found.append(old)
-        taken.add(old)
+        found.append(old if old in free and same_type(old.aval, v.aval) else None)
+        free.discard(found[-1])
     return found
 
 
@@ -411,38 +344,37 @@ def rows_in_part(row_bytes: int, ndim: int, size: int) -> int:
 def from_disk(p: Planned, reuse: Mapping[Var, Var], there: Set[Var]) -> str:
     """How a slice comes from files that are made for it, in words; for the arguments see ``in_parts``."""
     loads, said = p.slice.loads, str(p.transfer)
-    size = loads[0].aval.shape[0] if loads else 1
-    if any(v.aval.shape[:1] != (size,) for v in loads):
-        why = "leaves of different shapes depend on each other"
-    else:
-        ndim = max((v.aval.ndim for v in loads), default=1)
+    size, ndim = loads[0].aval.shape[0] if loads else 1, max((v.aval.ndim for v in loads), default=1)
+    try:
+        if any(v.aval.shape[:1] != (size,) for v in loads):
+            raise Dependent(_OTHER_SHAPES)
         rows = rows_in_part(sum(nbytes(v.aval) // size for v in loads), ndim, size)
-        how = in_parts(p, reuse, there) if rows else Whole()
-        if isinstance(how, Chunked):
-            rows = max(1, rows // how.shards) * how.shards
-            return f"from disk in {math.ceil(size / rows)} parts of {min(rows, size)} rows"
-        why = how.reason
-    if not why:
-        return said
-    return f"{said}, from disk as a whole{' too' if said.endswith(why) else f': {why}'}"
+        if not rows:
+            return said
+        how = in_parts(p, reuse, there)
+    except Dependent as why:
+        return f"{said}, from disk as a whole{' too' if said.endswith(str(why)) else f': {why}'}"
+    rows = max(1, rows // how.shards) * how.shards
+    return f"from disk in {math.ceil(size / rows)} parts of {min(rows, size)} rows"
 
 
-def in_parts(p: Planned, reuse: Mapping[Var, Var], there: Set[Var]) -> Chunked | Whole:
-    """How a slice would run on some rows of its leaves, which are all on disk; or why it takes them whole.
+def in_parts(p: Planned, reuse: Mapping[Var, Var], there: Set[Var]) -> RowWise:
+    """How a slice would run on some rows of its leaves, which are all on disk.
 
     Args:
       p: the slice.
       reuse: result -> the operand whose next value it is.
       there: operands that are on disk.
+
+    Raises:
+      Dependent: it takes its leaves whole; the message says why.
     """
     s = p.slice
     if s.jaxpr.effects:
-        return Whole("it has an effect")
+        raise Dependent("it has an effect")
     if any(v not in there for v in [*s.loads, *(reuse[v] for v in s.stores if v in reuse)]):
-        return Whole("not all of its leaves are on disk")
-    how = transfer_of(s, reuse, 1)
-    if not isinstance(how, Chunked):
-        return how if isinstance(how, Whole) else Whole()
+        raise Dependent("not all of its leaves are on disk")
+    how = in_chunks(s, reuse, 1)
     if how.axis or any(d != Rows(0) for v, d in zip(s.outputs, how.out_dims, strict=True) if v in s.stores):
-        return Whole("rows of its first axis depend on each other")
+        raise Dependent("rows of its first axis depend on each other")
     return dataclasses.replace(how, rows=_rows(s, len(how.shape) - 1, how.shape[0] // how.shards, p.window.nbytes))
