@@ -234,6 +234,8 @@ def test_a_leaf_that_is_updated_ahead_of_a_scan_is_seen():
     assert how["['embed']"].startswith("whole, which no window limits: its update runs ahead of the pass")
     assert "offload(select=) keeps it on the device" in how["['embed']"]
     assert how["'layers']"].startswith("4 rows, in the scan that reads the parameters")
+    in_scan = [window.nbytes for window in table.windows if window.why.startswith("the rows of an iteration")]
+    assert in_scan == [3 * 2 * 4 * 64**2]  # three rows of both moments
     assert len({*table.stays}) == len(table.stays) > 0  # two updates with one reason
 
 

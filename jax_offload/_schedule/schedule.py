@@ -183,7 +183,8 @@ class Planned:
     @property
     def bytes_at_once(self) -> int:
         """Bytes of host leaves on one device while it runs."""
-        return self.window.nbytes if self.in_chunks else 0 if self.on_cores else self.slice.loaded_bytes
+        by_rows = isinstance(self.transfer, RowWise)
+        return self.window.nbytes if by_rows else 0 if self.on_cores else self.slice.loaded_bytes
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -265,6 +265,20 @@ def test_parts_of_a_result_are_put_together(name):
     np.testing.assert_array_equal(got[f"{name}, its part"], want[f"{name}, its part"])
 
 
+def test_a_result_with_several_indices_a_row_that_stays_on_the_device():
+    def update(updates, state, params=None):
+        x = state["x"] + updates
+        return updates, {"x": x, "merged": x[:, :2].ravel()}
+
+    inner = optax.GradientTransformation(lambda p: {"x": 0 * p, "merged": jnp.zeros(2000)}, update)
+    grads = jax.device_put(jnp.arange(8000.0).reshape(1000, 8), jax.devices()[0])
+    tx = jo.offload(inner, min_bytes=2**14, window=2**14)
+    got, want = (jax.jit(each.update)(grads, each.init(grads))[1] for each in (tx, inner))
+    np.testing.assert_array_equal(got["merged"], want["merged"])
+    (streams,) = (leaf.streams for leaf in jo.placement(tx, grads).leaves if leaf.host)
+    assert streams == "whole: a result has no such axis"
+
+
 @pytest.mark.parametrize("name", STAYS)
 def test_rows_that_meet_or_may(name):
     assert check(name, 1e-6).startswith("whole")
