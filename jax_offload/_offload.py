@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax.core import Tracer
 from jax.sharding import SingleDeviceSharding
@@ -44,7 +45,7 @@ from jax_offload._rewrite.rewritten import rewritten
 from jax_offload._schedule.schedule import Options, merged
 from jax_offload._state import arguments
 from jax_offload._state.arguments import described
-from jax_offload._state.masters import checked_update
+from jax_offload._state.masters import check_last_word
 from jax_offload._state.placement import Policy, Select, marked, place, warn_of_nothing
 from jax_offload._state.state import (
     check_typed,
@@ -243,11 +244,16 @@ def offload(
             updates, params = resharded(updates, sharded, params), sharded_params(params, options)
             try:
                 with arguments.within(within_offload=True):
-                    updates, new = checked_update(inner, updates, old, params, **extra_args)
+                    updates, new = inner.update(updates, old, params, **extra_args)
             except Exception as error:
                 check_typed(sharded, error)
+                arguments.check_state(inner.init, old, like, error)
+                arguments.check_gradients(given, params, error)
                 raise
             same = jax.tree.structure(new) == jax.tree.structure(state) and types_of(new) == types_of(state)
+            if not same or [*map(np.shape, jax.tree.leaves(updates))] != [*map(np.shape, jax.tree.leaves(like))]:
+                arguments.check_state(inner.init, old, like)
+            check_last_word(updates, old)
             after = plan if same else place(policy, new, like)
             new = resharded_state(new, after, like, shardings, state if same else None)
             updates = zero_where(skip, updates)

@@ -230,6 +230,9 @@ MISFITS = {  # updates, state and parameters that an update of ``tx`` is given, 
     **with_shapes(
         r"state: \[0\].mu\['w'\]", [(32, 16), (1, 32)], lambda wrong, tx: (params(), tx.init(wrong), params())
     ),
+    r"state: \[0\].mu\['w'\] has the shape \(32, 32\).*gives \(1, 32\)": lambda tx: (
+        other(w=(1, 32)), tx.init(params()), other(w=(1, 32))
+    ),
     "^updates: their tree .*gradient: b; without a parameter: none": lambda tx: (
         {"w": params()["w"]}, tx.init(params()), params()
     ),

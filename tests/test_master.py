@@ -189,10 +189,18 @@ def test_a_zero_of_the_other_sign_is_no_change():
     np.testing.assert_allclose(masters(state)["w"], -2e-7, rtol=1e-5)
 
 
-@pytest.mark.parametrize(("after", "storage"), [(optax.scale(0.5), None), (optax.add_decayed_weights(0.1), "bfloat16")])
+BEHIND = {  # what stands behind masters, and how moments are stored
+    "all": (optax.scale(0.5), None),
+    "decay": (optax.add_decayed_weights(0.1), "bfloat16"),
+    "one of two": (optax.masked(optax.scale(0.5), {"w": True, "v": False, "b": False}), None),
+    "masters": (jo.with_master_params(optax.scale(0.5)), None),
+}
+
+
+@pytest.mark.parametrize(("after", "storage"), BEHIND.values(), ids=BEHIND)
 @pytest.mark.filterwarnings("ignore:offload:UserWarning")
 def test_masters_have_the_last_word_in_a_chain(after, storage):
-    params = {"w": jnp.ones((4, 4), jnp.bfloat16), "b": jnp.ones(4)}
+    params = {"w": jnp.ones((4, 4), jnp.bfloat16), "v": jnp.ones((4, 4), jnp.bfloat16), "b": jnp.ones(4)}
     chains = (
         optax.chain(jo.with_master_params(ADAMW), after),
         optax.MultiSteps(optax.chain(optax.clip(1.0), jo.with_master_params(ADAMW, low_bits=True), after), 2),

@@ -275,7 +275,7 @@ def _hosted(tree: Any) -> list[str]:
     return [keystr(path) for path, x in leaves_with_paths(tree) if on_host(x)]
 
 
-def check_state(init: Callable[[Any], Any], state: Any, like: Any, cause: Exception | None) -> None:
+def check_state(init: Callable[[Any], Any], state: Any, like: Any, cause: Exception | None = None) -> None:
     """Raise ``ValueError`` if the state's tree or a leaf's shape is not the one that ``init`` gives."""
     try:
         expected = jax.eval_shape(lambda like: init(memory.loaded(like)), like)

@@ -14,7 +14,7 @@ from jax import lax
 from jax_offload._program.arrays import Offloaded
 from jax_offload._program.memory import loaded, on_host
 from jax_offload._program.primitives import mark, mark_of
-from jax_offload._state.arguments import check_gradients, check_inner, check_on_device, check_state
+from jax_offload._state.arguments import check_inner, check_on_device
 
 LANDING = "brings a parameter to its master"  # marks such an update in the trace
 
@@ -84,7 +84,6 @@ def with_master_params(
       >>> params["w"].dtype.name, state.master["w"].dtype.name, state.master["w"].sharding.memory_kind
       ('bfloat16', 'float32', 'pinned_host')
     """
-
     if isinstance(inner, Offloaded):
         raise TypeError(f"inner: {_ORDER}")
     if isinstance(inner, WithMasterParams):
@@ -93,8 +92,8 @@ def with_master_params(
         inner = inner.gradient_transformation()
     check_inner(inner)
     with contextlib.suppress(TypeError):
-        dtype = jnp.dtype(dtype)
-    if not (isinstance(dtype, np.dtype) and jnp.issubdtype(dtype, jnp.floating)):
+        dtype = np.dtype(dtype)
+    if not isinstance(dtype, np.dtype) or not jnp.issubdtype(dtype, jnp.floating):
         raise ValueError(f"dtype: expected a floating dtype for master parameters, got {dtype!r}.")
     if not isinstance(low_bits, bool):
         raise ValueError(f"low_bits: expected True or False; got {low_bits!r}.")
@@ -102,7 +101,7 @@ def with_master_params(
         raise ValueError(f"low_bits: completes bfloat16 to float32, so dtype must be float32; got {dtype}.")
     inner = optax.with_extra_args_support(inner)
 
-    def needs(p: Any) -> bool:
+    def needs_master(p: Any) -> bool:
         if not jnp.issubdtype(p.dtype, jnp.floating) or jnp.finfo(p.dtype).nmant >= jnp.finfo(dtype).nmant:
             return False
         if jnp.finfo(p.dtype).maxexp > jnp.finfo(dtype).maxexp:
@@ -113,38 +112,38 @@ def with_master_params(
             raise ValueError(f"low_bits: completes bfloat16 parameters; got one of {p.dtype}. Set low_bits=False.")
         return True
 
-    def init_fn(params: optax.Params) -> optax.OptState:
-        def stored(p: Any) -> Any:
-            if not needs(p):
+    def init_fn(params: Any) -> MasterState:
+        def kept(p: Any) -> Any:
+            if not needs_master(p):
                 return optax.MaskedNode()
             return jnp.zeros(p.shape, jnp.int16) if low_bits else p.astype(dtype)
 
         params = loaded(params)
-        inner_state = inner.init(jax.tree.map(lambda p: p.astype(dtype) if needs(p) else p, params))
-        _check_order(inner_state)
-        return MasterState(jax.tree.map(stored, params), inner_state)
+        inner_state = inner.init(jax.tree.map(lambda p: p.astype(dtype) if needs_master(p) else p, params))
+        return _in_order(MasterState(jax.tree.map(kept, params), inner_state))
 
-    def update_fn(
-        updates: optax.Updates, state: Any, params: optax.Params | None = None, **extra_args: Any
-    ) -> tuple[optax.Updates, optax.OptState]:
+    def update_fn(updates: Any, state: Any, params: Any = None, **extra_args: Any) -> tuple[Any, MasterState]:
         if params is None:
             raise ValueError("params: with_master_params needs them; call tx.update(grads, state, params).")
         check_on_device(updates, params, "with_master_params alone streams nothing", state.master)
         leaves, treedef = jax.tree.flatten(params)
-        masters = _masters_like(state, treedef)
-        follow = _joined if low_bits else _following
-        precise = [p if m is None else follow(p, m) for p, m in zip(leaves, masters, strict=True)]
-        grads = zip(treedef.flatten_up_to(updates), masters, strict=True)
-        wide = jax.tree.unflatten(treedef, [g if m is None else g.astype(dtype) for g, m in grads])
-        steps, inner_state = inner.update(wide, state.inner_state, jax.tree.unflatten(treedef, precise), **extra_args)
-        _check_order(inner_state)
-        out, kept = treedef.flatten_up_to(steps), [optax.MaskedNode() if m is None else m for m in masters]
-        for k, p in enumerate(leaves):
-            if masters[k] is not None:
-                new = precise[k] + out[k].astype(dtype)
-                step, kept[k] = _landing(p, new) if low_bits else (rounded(new, p.dtype) - p.astype(dtype), new)
-                out[k] = mark(step, LANDING)
-        return jax.tree.unflatten(treedef, out), MasterState(jax.tree.unflatten(treedef, kept), inner_state)
+        try:
+            kept = treedef.flatten_up_to(state.master)
+        except (ValueError, TypeError) as error:
+            raise ValueError(f"state: its masters do not fit parameters with the tree {treedef}: {error}") from error
+        join, land = (_joined, _landing) if low_bits else (_following, _rounding)
+        have_masters = [k for k, m in enumerate(kept) if not isinstance(m, optax.MaskedNode)]
+        masters, grads = [*leaves], treedef.flatten_up_to(updates)
+        for k in have_masters:
+            masters[k], grads[k] = join(leaves[k], kept[k]), grads[k].astype(dtype)
+        updates, inner_state = inner.update(
+            treedef.unflatten(grads), state.inner_state, treedef.unflatten(masters), **extra_args
+        )
+        steps = treedef.flatten_up_to(updates)
+        for k in have_masters:
+            step, kept[k] = land(leaves[k], masters[k] + steps[k].astype(dtype))
+            steps[k] = mark(step, LANDING)
+        return treedef.unflatten(steps), _in_order(MasterState(treedef.unflatten(kept), inner_state))
 
     return WithMasterParams(init_fn, update_fn)
 
@@ -155,78 +154,36 @@ _ORDER = (
 )
 
 
-def _check_order(inner_state: Any) -> None:
-    """Raise ``TypeError`` if an ``offload`` inside keeps leaves on the host."""
-    if any(on_host(x) for x in jax.tree.leaves(inner_state)):
+def _in_order(state: MasterState) -> MasterState:
+    """Return the state; raise ``TypeError`` if an ``offload`` inside keeps leaves on the host."""
+    if any(map(on_host, jax.tree.leaves(state.inner_state))):
         raise TypeError(_ORDER)
+    return state
 
 
-def checked_update(
-    tx: optax.GradientTransformationExtraArgs, updates: Any, state: Any, params: Any, **extra_args: Any
-) -> tuple[Any, Any]:
-    """Call ``tx.update`` and check its results.
-
-    Raises:
-      ValueError: gradients, state and parameters do not fit each other, or something changes the updates of masters.
-    """
-    like = updates if params is None else params
-    try:
-        new, after = tx.update(updates, state, params, **extra_args)
-    except Exception as error:
-        check_state(tx.init, state, like, error)
-        check_gradients(updates, params, error)
-        raise
-
-    def shapes(tree: Any) -> tuple[Any, list[Any]]:
-        return jax.tree.structure(tree), [np.shape(x) for x in jax.tree.leaves(tree)]
-
-    given, made = shapes(like), shapes(new)
-    same_tree = made[0] == given[0]  # without gradients the updates may be None
-    if shapes(after) != shapes(state) or (same_tree and made != given):
-        check_state(tx.init, state, like, None)
-    _check_last_word(new, state)
-    return new, after
-
-
-def _check_last_word(updates: Any, state: Any) -> None:
+def check_last_word(updates: Any, state: Any) -> None:
     """Raise ``ValueError`` if a traced chain has changed the updates of masters.
 
     The parameter would then miss its master, and the master would follow it and lose the bits that it is kept for. Only
     chains with something behind the masters are checked: a wrapper may choose between updates.
     """
 
-    def has_masters(x: Any) -> bool:
-        return any(map(_is_state, jax.tree.leaves(x, is_leaf=_is_state)))
-
     def is_chain(x: Any) -> bool:
-        return type(x) is tuple and any(map(has_masters, x[:-1]))
+        return type(x) is tuple and bool(masters_in(x[:-1]))
 
-    if not any(map(is_chain, jax.tree.leaves(state, is_leaf=is_chain))):
-        return
-    leaves, treedef = jax.tree.flatten(updates)
-    for node in filter(_is_state, jax.tree.leaves(state, is_leaf=_is_state)):
-        try:
-            of_leaves = _masters_like(node, treedef)
-        except ValueError:  # the masters are one vector, which was split afterwards
-            of_leaves = leaves
-        if any(m is not None and mark_of(u) != LANDING for m, u in zip(of_leaves, leaves, strict=True)):
-            raise ValueError(
-                "inner: a chain changes the updates behind with_master_params, so that the parameters leave their "
-                "masters in every step. Masters come last: not optax.chain(jo.with_master_params(x), y), but "
-                "jo.with_master_params(optax.chain(x, y))."
-            )
+    chained = any(map(is_chain, jax.tree.leaves(state, is_leaf=is_chain)))
+    if chained and sum(mark_of(x) == LANDING for x in jax.tree.leaves(updates)) < len(masters_in(state)):
+        raise ValueError(
+            "inner: a chain changes the updates behind with_master_params, so that the parameters leave their "
+            "masters in every step. Masters come last: not optax.chain(jo.with_master_params(x), y), but "
+            "jo.with_master_params(optax.chain(x, y))."
+        )
 
 
-def _is_state(x: Any) -> bool:
-    return isinstance(x, MasterState)
-
-
-def _masters_like(state: MasterState, treedef: Any) -> list[Any]:
-    try:
-        masters = treedef.flatten_up_to(state.master)
-    except (ValueError, TypeError) as error:
-        raise ValueError(f"state: its masters do not fit parameters with the tree {treedef}: {error}") from error
-    return [None if isinstance(m, optax.MaskedNode) else m for m in masters]
+def masters_in(state: Any) -> list[Any]:
+    """Return all masters in a state."""
+    nodes = jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, MasterState))
+    return jax.tree.leaves([node.master for node in nodes if isinstance(node, MasterState)])
 
 
 def rounded(x: jax.Array, dtype: Any) -> jax.Array:
@@ -246,6 +203,11 @@ def _following(p: jax.Array, master: jax.Array) -> jax.Array:
     was, now = (lax.bitcast_convert_type(x, unsigned) for x in (master.astype(p.dtype), p))  # XLA cannot look through
     same = (was == now) | (((was | now) << 1) == 0)  # p + -0 is +0
     return jnp.where(same, master, p.astype(master.dtype))
+
+
+def _rounding(p: jax.Array, master: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Return the update that brings ``p`` to the rounded master, and the master."""
+    return rounded(master, p.dtype) - p.astype(master.dtype), master
 
 
 def _joined(p: jax.Array, low: jax.Array) -> jax.Array:

@@ -34,7 +34,7 @@ from jax_offload._program import memory
 from jax_offload._program.arrays import check_integer, first_matches, leaves_with_paths, nbytes, types_of
 from jax_offload._program.memory import constrained, padded, shards_of, typed_sharding
 from jax_offload._program.primitives import composite, opaque
-from jax_offload._state.masters import MasterState
+from jax_offload._state.masters import masters_in
 from jax_offload._state.placement import stays
 
 SCALED = ("float16", "float8_e4m3fn", "float8_e5m2")
@@ -352,8 +352,7 @@ def formats(rules: Rules, state: Any, params: Any, min_bytes: int) -> list[Stora
         fix = f"Rules match whole components of these paths: {', '.join(names)}."
         none = "This optimizer keeps none, so there is nothing to store in fewer bits: leave storage out."
         raise ValueError(f"storage: {unmatched} match no state leaf of rank 1 or more. {fix if names else none}")
-    nodes = jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, MasterState))
-    masters = {id(x) for node in nodes if isinstance(node, MasterState) for x in jax.tree.leaves(node.master)}
+    masters = {id(x) for x in masters_in(state)}
     found: list[Storage | None] = [None] * len(flat)
     for k, name, number in zip(arrays, names, first, strict=True):
         if number < len(rules):
