@@ -193,41 +193,31 @@ def parameters(r: Recipe, name: str) -> dict[str, Any]:
         params["scale"] = np.float64(0.7)
     if r["unused leaf"]:
         params["unused"] = normal(f"{name} u", 5)
-    dtype = r["dtype"].split()[0]
-    return jax.tree.map(lambda x: jnp.asarray(x, dtype), params) | further_leaf(r, name)
+    dtype, further = r["dtype"].split()[0], FURTHER.get(r["further leaf"])
+    params = jax.tree.map(lambda x: jnp.asarray(x, dtype), params)
+    return params | {"table": further(f"{name} t", dtype)} if further else params
 
 
-def further_leaf(r: Recipe, name: str) -> dict[str, Any]:
-    match r["further leaf"]:
-        case "integers":
-            return {"table": jnp.arange(6, dtype=jnp.int32)}
-        case "empty":
-            return {"table": jnp.zeros((0, 3), r["dtype"].split()[0])}
-        case "half":
-            return {"table": jnp.asarray(normal(f"{name} t", 5, 4), jnp.float16)}
-        case "odd shape":
-            return {"table": jnp.asarray(normal(f"{name} t", 33, 1, 7), r["dtype"].split()[0])}
-    return {}
+FURTHER: dict[str, Callable[[str, Any], jax.Array]] = {
+    "integers": lambda name, dtype: jnp.arange(6, dtype=jnp.int32),
+    "empty": lambda name, dtype: jnp.zeros((0, 3), dtype),
+    "half": lambda name, dtype: jnp.asarray(normal(name, 5, 4), jnp.float16),
+    "odd shape": lambda name, dtype: jnp.asarray(normal(name, 33, 1, 7), dtype),
+}
+TREES: dict[str, Callable[[dict[str, Any], list[Any]], Any]] = {  # from parameters by name, and in the order of names
+    "dict": lambda params, values: params,
+    "odd dict": lambda params, values: dict(reversed(params.items())),
+    "tuple": lambda params, values: tuple(values),
+    "list": lambda params, values: values,
+    "namedtuple": lambda params, values: Net(*(values + [None] * 3)[:3], tuple(values[3:])),
+    "with None": lambda params, values: {"none": None, "empty": {}, "net": (params, None), "zzz": ()},
+    "nested": lambda params, values: {"model": {"inner": {name: {"value": x} for name, x in params.items()}}},
+}
 
 
 def packed(r: Recipe, params: dict[str, Any]) -> Any:
     """The parameters in the containers of the recipe; ``unpacked`` is its inverse."""
-    kind, names = r["tree"], sorted(params)
-    values = [params[name] for name in names]
-    match kind:
-        case "odd dict":
-            return dict(reversed(params.items()))
-        case "tuple":
-            return tuple(values)
-        case "list":
-            return values
-        case "namedtuple":
-            return Net(*(values + [None] * 3)[:3], tuple(values[3:]))
-        case "with None":
-            return {"none": None, "empty": {}, "net": (params, None), "zzz": ()}
-        case "nested":
-            return {"model": {"inner": {name: {"value": x} for name, x in params.items()}}}
-    return params
+    return TREES[r["tree"]](params, [params[name] for name in sorted(params)])
 
 
 def unpacked(r: Recipe, tree: Any, names: list[str]) -> dict[str, Any]:
@@ -251,34 +241,30 @@ def size_of(x: Any) -> Any:
     return jnp.mean(x * x)
 
 
+def looped(y: Any, k: Any) -> Any:
+    n = lax.while_loop(lambda n: n < k + 2, lambda n: n + 1, 0)
+    return lax.fori_loop(0, 2, lambda i, y: jnp.sin(y) + i * n, y)
+
+
+# From the activations after a layer, its number, its weights and what is carried: activations, what is carried, a result.
+ODDITIES: dict[str, Callable[[Any, Any, Any, Any], tuple[Any, Any, Any]]] = {
+    "literal": lambda y, k, w, extra: (y, extra, {"zero": 0.0, "one": 1, "true": True, "size": size_of(y)}),
+    "literal carry": lambda y, k, w, extra: (y, 2.0, None),
+    "constant": lambda y, k, w, extra: (y, extra, (jnp.zeros(3), np.arange(2.0))),
+    "twice": lambda y, k, w, extra: (y, extra, [size_of(y)] * 2 + [y] * 2),
+    "unchanged": lambda y, k, w, extra: (y, extra, (w, k)),
+    "numpy": lambda y, k, w, extra: (y * ONES.astype(y.dtype), extra, None),
+    "weak": lambda y, k, w, extra: (y, extra + 1.0, extra),
+    "while": lambda y, k, w, extra: (looped(y, k), extra, None),
+    "int": lambda y, k, w, extra: (y, extra, {"k": k, "most": jnp.argmax(y)}),
+    "argument": lambda y, k, w, extra: (y, extra, extra),
+}
+
+
 def oddly(oddity: str | None, run: Callable[[], Any], k: Any, w: Any, extra: Any) -> tuple[Any, Any, Any]:
-    """The activations after a layer, what is carried beside them, and what the scan returns of it."""
     if oddity == "cond":
         return *lax.cond(k % 2 == 0, lambda: (run(), 1.0), lambda: (0.5 * run(), 2.0)), None
-    y = run()
-    match oddity:
-        case "literal":
-            return y, extra, {"zero": 0.0, "one": 1, "true": True, "size": size_of(y)}
-        case "literal carry":
-            return y, 2.0, None
-        case "constant":
-            return y, extra, (jnp.zeros(3), np.arange(2.0))
-        case "twice":
-            return y, extra, [size := size_of(y), size, y, y]
-        case "unchanged":
-            return y, extra, (w, k)
-        case "numpy":
-            return y * ONES.astype(y.dtype), extra, None
-        case "weak":
-            return y, extra + 1.0, extra
-        case "while":
-            n = lax.while_loop(lambda n: n < k + 2, lambda n: n + 1, 0)
-            return lax.fori_loop(0, 2, lambda i, y: jnp.sin(y) + i * n, y), extra, None
-        case "int":
-            return y, extra, {"k": k, "most": jnp.argmax(y)}
-        case "argument":
-            return y, extra, extra
-    return y, extra, None
+    return ODDITIES[oddity](run(), k, w, extra) if oddity else (run(), extra, None)
 
 
 def stacked(r: Recipe, kind: str, x: Any, w: Any, b: Any) -> tuple[Any, Any]:
@@ -378,13 +364,8 @@ def trained(params: Any) -> Any:
 def by_rates() -> optax.GradientTransformation:
     """AdamW with a NumPy constant for each parameter, made from the shapes."""
 
-    def scaled(u: Any) -> Any:
-        return u * np.linspace(0.5, 1.5, u.size).reshape(u.shape).astype(u.dtype)
-
-    def update(updates: Any, state: Any, params: Any = None) -> Any:
-        return jax.tree.map(scaled, updates), state
-
-    return optax.chain(optax.adamw(1e-2), optax.GradientTransformation(lambda p: optax.EmptyState(), update))
+    scaled = lambda u: u * np.linspace(0.5, 1.5, u.size).reshape(u.shape).astype(u.dtype)  # noqa: E731
+    return optax.chain(optax.adamw(1e-2), optax.stateless(lambda updates, _: jax.tree.map(scaled, updates)))
 
 
 def keeping_gradients(all_of_them: bool) -> optax.GradientTransformation:
@@ -708,14 +689,9 @@ class Step:
 
     @property
     def function(self) -> Callable[..., Any]:
-        default = inspect.Parameter.empty if self.r["static"] != "default" else 3
-        kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
-        signature = inspect.Signature(
-            [
-                inspect.Parameter(n, kind, default=default if n == "flag" else inspect.Parameter.empty)
-                for n in self.arguments
-            ]
-        )
+        default, kind = {"flag": 3} if self.r["static"] == "default" else {}, inspect.Parameter.POSITIONAL_OR_KEYWORD
+        of = lambda name: inspect.Parameter(name, kind, default=default.get(name, inspect.Parameter.empty))  # noqa: E731
+        signature = inspect.Signature(list(map(of, self.arguments)))
 
         def step(*args: Any, **kwargs: Any) -> Any:
             bound = signature.bind(*args, **kwargs)
@@ -723,11 +699,9 @@ class Step:
             return self.body(dict(bound.arguments))
 
         step.__signature__ = signature  # pyright: ignore[reportFunctionMemberAccess]
-        return (
-            jax.jit(step, static_argnames=("flag",) if self.r["static"] else ())
-            if (self.r["jitted inside"] == "step" and self.mode.startswith(("plain", "jax.jit", "jo.jit")))
-            else step
-        )
+        if self.r["jitted inside"] != "step" or not self.mode.startswith(("plain", "jax.jit", "jo.jit")):
+            return step
+        return jax.jit(step, static_argnames=("flag",) if self.r["static"] else ())
 
     def body(self, given: dict[str, Any]) -> Any:
         r = self.r
@@ -1018,18 +992,13 @@ class Record:
         self.wrong += [f"copies differ: {path}" for path in torn(result)] if self.copies else []
 
 
-def donated(step: Step) -> list[str]:
-    names = [*step.carried]
-    match step.r["donate"]:
-        case "none":
-            return []
-        case "parameters":
-            return [name for name in names if name in ("params", "train", "target", "critic")]
-        case "state":
-            return [name for name in names if "state" in name or name == "train"]
-        case "others":
-            return [name for name in names if name not in ("params", "state", "train")]
-    return names
+DONATED: dict[str, Callable[[str], bool]] = {
+    "all": lambda name: True,
+    "none": lambda name: False,
+    "parameters": lambda name: name in ("params", "train", "target", "critic"),
+    "state": lambda name: "state" in name or name == "train",
+    "others": lambda name: name not in ("params", "state", "train"),
+}
 
 
 def rest_of(step: Step, k: int) -> dict[str, Any]:
@@ -1096,7 +1065,7 @@ def widens(r: Recipe) -> bool:
 def jitted(step: Step) -> Record:
     r, record = step.r, Record(step)
     jit = jax.jit if path_of(step.mode) in ("plain", "jax.jit") else jo.jit
-    names = donated(step)
+    names = [name for name in step.carried if DONATED[r["donate"]](name)]
     call = jit(step.function, **options_of_jit(step, names))
     carried = step.carried
     home = None if step.mode == "plain" or widens(r) else places(carried)
