@@ -396,9 +396,7 @@ def test_what_is_wrong_with_the_call_is_no_damage(three_steps):
             jo.restore(manager, placeless, fallback=True)
         with pytest.raises(ValueError, match=r"no complete checkpoint of step 7 in .*\[1, 2, 3\]"):
             jo.restore(manager, target, step=7, fallback=True)
-        with pytest.raises(
-            TypeError, match=r"manager: expected an orbax.*Fix: jo.restore\(ocp.CheckpointManager\(fold"
-        ):
+        with pytest.raises(TypeError, match=r"manager: expected an orbax.*Fix: jo.restore\(ocp.CheckpointManager\("):
             jo.restore(folder, target)
         fewer = jo.offload(optax.adamw(1e-3), storage="bfloat16", min_bytes=0)
         other = {**target, "opt_state": jo.abstract_state(fewer, target["params"])}

@@ -203,9 +203,7 @@ def test_moments_that_an_update_makes_in_another_dtype(tmp_path):
         grads = jax.tree.map(lambda p, how=how: p.astype(p.dtype if how == "a cast" else jnp.float32), params)
         state, step = tx.init(params), jo.jit(lambda p, s, g, tx=tx: jo.update_params(tx, g, s, p))
         if how is None:
-            with pytest.raises(
-                ValueError, match=r"keeps its type\. Fix: .*g\.astype\(p\.dtype\).*with_master_params.*sel"
-            ):
+            with pytest.raises(ValueError, match=r"its type\. Fix: .*g\.astype\(p\.dtype\).*with_master_params.*sel"):
                 step(params, state, grads)
         else:
             step(*step(params, state, grads), grads)
@@ -220,9 +218,7 @@ def test_options(tmp_path, disk, monkeypatch):
         with pytest.raises(ValueError, match=r"disk: .* Fix: leave one"):
             jo.offload(CLIPPED, disk=disk, **options)
     monkeypatch.setattr(jax, "process_count", lambda: 2)
-    with pytest.raises(
-        ValueError, match=r"disk: .* is on devices of 1 of the 2 processes, .* Fix: parameters on a mesh"
-    ):
+    with pytest.raises(ValueError, match=r"disk: .* on devices of 1 of the 2 processes, .* Fix: parameters on a mesh"):
         begun(disk)
 
 

@@ -208,9 +208,7 @@ def test_masters_have_the_last_word_in_a_chain(after, storage):
     for inner in chains:
         tx = jo.offload(inner, min_bytes=0, storage=storage)
         for update in (tx.update, lambda *args, tx=tx: jo.update_params(tx, *args)):
-            with pytest.raises(
-                ValueError, match=r"inner: a chain changes .* jo.with_master_params\(optax.chain\(x, y\)"
-            ):
+            with pytest.raises(ValueError, match=r"inner: a chain changes .* jo.with_master_params\(optax.chain\("):
                 update(params, tx.init(params), params)
 
 

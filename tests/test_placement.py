@@ -53,7 +53,7 @@ def test_a_fraction_takes_the_last_layers_first():
         assert abs(moved - fraction * whole) <= max(leaf.nbytes for leaf in eligible) / 2
     tx = jo.offload(optax.adamw(1), fraction=0.4, min_bytes=1024)
     names = {leaf.param for leaf in jo.placement(tx, params).leaves if leaf.host}
-    assert "layers_10/w" in names and "layers_2/w" not in names
+    assert "layers_10/w" in names and not names & {"layers_2/w", "embed", "head"}  # numbers count as numbers
 
 
 @pytest.mark.parametrize(

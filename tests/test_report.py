@@ -66,19 +66,6 @@ def test_an_update_that_needs_arguments_says_so():
     assert all(leaf.streams for leaf in jo.placement(tx, PARAMS, value=1.0).leaves if leaf.host)
 
 
-@pytest.mark.parametrize(
-    ("names", "taken"),
-    [
-        (["embed", "layers_2", "layers_10", "head"], {"layers_10", "layers_2"}),  # numbers count as numbers
-        (["first", "zebra", "apple", "last"], {"zebra", "last"}),
-    ],
-)
-def test_paths_decide_what_a_fraction_takes(names, taken):
-    params = {name: S((32, 32), jnp.float32) for name in names}
-    tx = jo.offload(optax.adam(1e-3), min_bytes=0, fraction=0.5)
-    assert {leaf.param for leaf in jo.placement(tx, params).leaves if leaf.host} == taken
-
-
 @pytest.mark.oldest("what is printed of them")
 @pytest.mark.parametrize(
     ("shape", "spec", "how", "axes"),

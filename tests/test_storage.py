@@ -281,9 +281,7 @@ def test_complex_leaves_are_not_left_out_in_silence():
     params = jax.device_put({"re": jnp.ones((8, 8)), "im": jnp.ones((8, 8), jnp.complex64)}, jax.devices()[0])
     tx = jo.offload(optax.adam(1e-3), storage="bfloat16", min_bytes=0)
     for init in (tx.init, jax.jit(tx.init)):
-        with pytest.warns(
-            UserWarning, match=r"storage: 'bfloat16' leaves 2 complex leaves .* first is \[0\].mu\['im'\]"
-        ):
+        with pytest.warns(UserWarning, match=r"storage: 'bfloat16' leaves 2 complex leaves .* \[0\].mu\['im'\]"):
             state = init(params)
     assert [x.dtype.name for x in jax.tree.leaves(jo.to_plain(tx, state)[0].mu)] == ["complex64", "float32"]
     with warnings.catch_warnings():

@@ -12,6 +12,7 @@ import optax
 
 import jax_offload as jo
 from tests.aot import model
+from tests.support.steps import step_of
 
 ALONE, TIMED = False, True  # ``profile`` and the chip measure
 SIZE, TOY = (8, 4096, 8192), (3, 128, 8)  # layers, width, batch
@@ -51,8 +52,6 @@ def run(name: str, toy: bool) -> dict[str, Any]:
     layers, width, rows = TOY if toy else SIZE
     tx = jo.offload(optax.adamw(1e-3))
     params = {"w": jax.random.normal(jax.random.key(0), (layers, width, width)) / width**0.5}
-    step = (jo.jit if way == "jo.jit" else jax.jit)(
-        model.step_of(tx, model.loss, update_params=True), donate_argnums=(0, 1)
-    )
+    step = (jo.jit if way == "jo.jit" else jax.jit)(step_of(tx, loss=model.loss), donate_argnums=(0, 1))
     x = jnp.ones((rows, width), jnp.float32)
     return {"text": str(REPORTS[what](step, (params, tx.init(params), x), tx))}

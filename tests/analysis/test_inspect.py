@@ -12,7 +12,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import jax_offload as jo
 from tests.aot.harness import H200, V5E, mesh_for, require
-from tests.aot.model import ADAMW, CLIPPED, loss, parameters, step_of
+from tests.aot.model import ADAMW, CLIPPED, loss, parameters
+from tests.support.steps import step_of
 
 MIB = 2**20
 HOST, DEVICE = jax.memory.Space.Host, jax.memory.Space.Device
@@ -36,7 +37,7 @@ def moved(tree, kind):
 
 
 def step(tx, **kwargs):
-    return jax.jit(step_of(tx, loss, update_params=True), donate_argnums=(0, 1), **kwargs)
+    return jax.jit(step_of(tx, loss=loss), donate_argnums=(0, 1), **kwargs)
 
 
 OURS = jo.offload(ADAMW, min_bytes=0)
@@ -57,7 +58,7 @@ def test_a_good_step_on_a_cpu(jit):
     params = {"w": jax.device_put(jnp.ones((64, 64)), sharding())}
     given = params, OURS.init(params), jnp.ones((8, 64))
     abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), given)
-    step = jit(step_of(OURS, lambda p, x: jnp.mean((x @ p["w"]) ** 2), update_params=True), donate_argnums=(0, 1))
+    step = jit(step_of(OURS, loss=lambda p, x: jnp.mean((x @ p["w"]) ** 2)), donate_argnums=(0, 1))
     report = jo.verify(step, *given)
     assert report.problems == () and report.target == "cpu" and report.timeline is None
     sizes = {"parameters": 64 * 64 * 4, "state on the device": 2 * 64 * 64 * 4 + 4, "other arguments": 8 * 64 * 4}
@@ -97,7 +98,7 @@ def test_a_resident_state():
 @pytest.mark.parametrize("stacked", [False, True])
 def test_a_good_step(target, stacked):
     require(target)
-    fun = jo.jit(step_of(OURS, loss, update_params=True), donate_argnums=(0, 1))
+    fun = jo.jit(step_of(OURS, loss=loss), donate_argnums=(0, 1))
     params, state, batch = arguments(OURS, stacked=stacked)
     report = jo.verify(fun, params, state, batch, target=target)
     assert report.problems == () and report.host_temp == 0 and report.compiled_for and not report.unseen
@@ -128,7 +129,7 @@ def test_the_parts_of_a_window(window, chunks):
 def test_the_options_of_the_steps_own_jit():
     """It is compiled as the user's ``jit`` would compile it, by which more copies are in flight, or fewer."""
     require(H200)
-    args, fun = arguments(OURS, n=8, width=2048, tokens=8192), step_of(OURS, loss, update_params=True)
+    args, fun = arguments(OURS, n=8, width=2048, tokens=8192), step_of(OURS, loss=loss)
 
     def waits(jit, **options):
         return jo.inspect(jit(fun, donate_argnums=(0, 1), **options), *args, target=H200).timeline.exposed
@@ -143,7 +144,7 @@ def test_the_options_of_the_steps_own_jit():
 BROKEN = {
     "usual recipe": (usual_recipe, None, r"state are on the device at once, of 8.00 \(state\[0\].mu.* usual recipe"),
     "state left on the device": (
-        step_of(OURS, loss, update_params=True), "device",
+        step_of(OURS, loss=loss), "device",
         r"state\[0\].mu\['w{first}'\]: belongs in host memory and arrives on the device",
     ),
     "returned on the device": (
@@ -227,7 +228,7 @@ def test_arithmetic_on_the_host_is_named(target):
 
     def fun(p, s, x):
         decayed = jax.tree.map(lambda m: m * 0.5 if m.ndim else m, s)
-        return step_of(OURS, loss, update_params=True)(p, decayed, x)
+        return step_of(OURS, loss=loss)(p, decayed, x)
 
     report = jo.inspect(jax.jit(fun, donate_argnums=(0, 1)), *arguments(OURS, n=2), target=target)
     (found,) = (p for p in report.problems if not p.error)
@@ -267,7 +268,7 @@ def test_a_pipelined_step(target):
     """Of the arguments that its start takes: the call in between, with the gradients that wait for their update."""
     require(target or H200)
     tx = jo.offload(CLIPPED, min_bytes=0)
-    train = jo.pipelined(step_of(tx, loss, update_params=True), donate_argnames=("params", "state"))
+    train = jo.pipelined(step_of(tx, loss=loss), donate_argnames=("params", "state"))
     report = jo.verify(train, *arguments(tx, stacked=True), target=target)
     assert report.problems == () and report.parts["gradients"] == 4 * MIB  # they wait for their update
     if target:
@@ -279,7 +280,7 @@ def test_a_pipelined_step(target):
 def test_a_pipelined_step_of_a_carry():
     """Concrete, and on a CPU; a state that is there already is seen by the names of what is carried."""
     tx = jo.offload(CLIPPED, min_bytes=0)
-    train = jo.pipelined(step_of(tx, loss, update_params=True), donate_argnames=("params", "state"))
+    train = jo.pipelined(step_of(tx, loss=loss), donate_argnames=("params", "state"))
     params = jax.tree.map(lambda x: jax.device_put(jnp.ones(x.shape), x.sharding), arguments(tx, width=64)[0])
     batch, state = jnp.ones((8, 64)), tx.init(params)
     carry, _ = train((params, state), batch)
@@ -311,8 +312,8 @@ def test_bytes_are_those_of_one_device(name):
     params, tx = parameters(6, 1024, False, on_four(*spec)), jo.offload(ADAMW, shard_over=over)
     batch = jax.ShapeDtypeStruct((1024, 1024), jnp.float32, sharding=on_four("data"))
     args = params, jo.abstract_state(tx, params), batch
-    step = step_of(tx, loss, update_params=True)
-    out = jax.tree.map(lambda a: a.sharding, args[:2])
+    step = step_of(tx, loss=loss)
+    out = *jax.tree.map(lambda a: a.sharding, args[:2]), None
     report = jo.verify(jo.jit(step, donate_argnums=(0, 1), out_shardings=out), *args, target=H200)
     assert report.problems == () and (report.host, report.host_temp) == (12 * MIB, 0)
     assert report.parts["parameters"] == (6 if name == "FSDP" else 24) * MIB

@@ -11,7 +11,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import jax_offload as jo
 from tests.aot.harness import H200, device_sharding, mesh_for, require
-from tests.aot.model import ADAMW, CLIPPED, loss, parameters, step_of
+from tests.aot.model import ADAMW, CLIPPED, loss, parameters
+from tests.support.steps import step_of
 
 NAMES = ["resident", "offload", "cores"]
 
@@ -20,7 +21,7 @@ def maker(layers=8, width=512, tokens=256, stacked=True):
     def make(tx):
         params = parameters(layers, width, stacked, device_sharding(H200))
         batch = jax.ShapeDtypeStruct((tokens, width), jnp.float32, sharding=device_sharding(H200))
-        return step_of(tx, loss, update_params=True), params, jo.abstract_state(tx, params), batch
+        return step_of(tx, loss=loss), params, jo.abstract_state(tx, params), batch
 
     return make
 
@@ -152,7 +153,7 @@ def test_sharded_over_eight_devices():
     def make(tx):
         params = parameters(4, 1024, True, NamedSharding(mesh, PartitionSpec(None, "data"), memory_kind="device"))
         x = jax.ShapeDtypeStruct((1024, 1024), jnp.float32, sharding=NamedSharding(mesh, PartitionSpec("data")))
-        return step_of(tx, loss, update_params=True), params, jo.abstract_state(tx, params), x
+        return step_of(tx, loss=loss), params, jo.abstract_state(tx, params), x
 
     found = jo.plan(make, ADAMW, target=H200)
     assert found.devices == 4 and found["offload"].host == 2 * 4 * 1024**2 * 4 // 4

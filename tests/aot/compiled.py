@@ -28,6 +28,7 @@ from tests.aot.harness import mesh_for, on_a_fixed_link
 from tests.aot.kinds import HIDDEN, KINDS, MARK, PAGE, Kind, resident, table
 from tests.aot.model import loss as toy_loss
 from tests.aot.model import two_by_two
+from tests.support.steps import step_of
 
 TABLE = Path(__file__).with_name("compiled.json")
 MIB = 2**20
@@ -149,18 +150,6 @@ MODELS: dict[str, tuple[Callable[[], tuple[Tree, Any, Any]], Any]] = {
 }
 
 
-def plain_step(tx: Any, loss: Any, params: Tree, state: Tree, batch: Any) -> Any:
-    """A step by ``tx.update``."""
-    value, grads = jax.value_and_grad(loss)(params, batch)
-    updates, state = tx.update(grads, state, params)
-    return optax.apply_updates(params, updates), state, value
-
-
-def step_of(tx: Any, loss: Any, params: Tree, state: Tree, batch: Any) -> Any:
-    value, grads = jax.value_and_grad(loss)(params, batch)
-    return *jo.update_params(tx, grads, state, params), value
-
-
 def three_in_a_scan(tx: Any, loss: Any, params: Tree, state: Tree, batches: Any) -> Any:
     """Three steps in one program; each is rewritten as a step of its own."""
 
@@ -184,7 +173,7 @@ def of_microbatches(tx: Any, loss: Any, params: Tree, state: Tree, batches: Any)
 MOVED = "16x4096^2 unrolled, the state moved to the device"  # by a trainer: it goes home in the step
 MICROBATCHES = "12x(2x4096^2) scanned, four microbatches"
 THREE = "8x4096^2 scanned, three steps in a scan"
-STEPS = {THREE: three_in_a_scan, MICROBATCHES: of_microbatches, MOVED: lambda *given: plain_step(*given)[:2]}
+STEPS = {THREE: three_in_a_scan, MICROBATCHES: of_microbatches}
 MODELS |= {
     THREE: (stack(8, 4096, 4096, batches=(3,)), jnp.float32),
     MICROBATCHES: (stack(12, 2, 4096, 4096, batches=(4,)), jnp.float32),
@@ -346,10 +335,11 @@ def jitted(row: Row) -> tuple[Any, tuple[Any, ...]]:
     tx = row.optimizer[1]()
     state = jo.abstract_state(tx, params)
     plain = row.optimizer[0].startswith("resident") or row.beside is not None
-    step = partial(STEPS.get(row.model, plain_step if plain else step_of), tx, loss)
+    form = "update" if plain or row.model == MOVED else "update_params"
+    step = partial(STEPS[row.model], tx, loss) if row.model in STEPS else step_of(tx, form, loss)
     how: dict[str, Any] = {"donate_argnums": (0, 1)}
     if row.model == MOVED:
-        how["out_shardings"] = jax.tree.map(lambda x: x.sharding, (params, state))
+        how["out_shardings"] = *jax.tree.map(lambda x: x.sharding, (params, state)), None
         state = jax.tree.map(lambda x: x.update(sharding=x.sharding.with_memory_kind("device")), state)
     elif row.way == "jit":
         how["compiler_options"] = jo.compiler_options("tpu" if row.target == V5E else "cuda")

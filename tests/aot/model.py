@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
-
-import jax_offload as jo
 
 ADAMW = optax.adamw(1e-3)
 CLIPPED = optax.chain(optax.clip_by_global_norm(1.0), ADAMW)
@@ -37,18 +34,3 @@ def two_by_two(params: Any, x: jax.Array) -> jax.Array:
     layer = jax.checkpoint(lambda x, w: jnp.tanh(jnp.tanh(x @ w[0]) @ w[1]))
     x, _ = jax.lax.scan(lambda x, w: (layer(x, w), None), x, params["w"])
     return (x.astype(jnp.float32) ** 2).mean()
-
-
-def step_of(
-    tx: optax.GradientTransformation, loss: Callable[[Any, Any], jax.Array], *, update_params: bool = False
-) -> Callable[[Any, Any, Any], tuple[Any, Any]]:
-    """(params, state, batch) -> (params, state)."""
-
-    def step(params: Any, state: Any, batch: Any) -> Any:
-        grads = jax.grad(loss)(params, batch)
-        if update_params:
-            return jo.update_params(tx, grads, state, params)
-        updates, state = tx.update(grads, state, params)
-        return optax.apply_updates(params, updates), state
-
-    return step

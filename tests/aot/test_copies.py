@@ -13,7 +13,8 @@ import pytest
 import jax_offload as jo
 from tests.aot.compiled import CLIP, OFFLOAD, Row, jitted
 from tests.aot.harness import H200, array, require, scheduled
-from tests.aot.model import loss, step_of
+from tests.aot.model import loss
+from tests.support.steps import step_of
 
 LAYERS, WIDTH, TOKENS = 6, 2048, 4096
 
@@ -55,7 +56,7 @@ def test_graphs_are_concurrent_where_one_scan_moves_the_state(unrolled, concurre
     leaf = array(WIDTH, WIDTH)
     params = {f"w{k}": leaf for k in range(LAYERS)} if unrolled else {"w": array(LAYERS, WIDTH, WIDTH)}
     args = params, jo.abstract_state(tx, params), array(TOKENS, WIDTH)
-    step = step_of(tx, loss, update_params=True)
+    step = step_of(tx, loss=loss)
     with_it, without = (
         peak(step, args, compiler_options=jo.compiler_options("cuda", in_scan=x)) for x in (True, False)
     )

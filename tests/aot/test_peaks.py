@@ -1,7 +1,5 @@
 """Laws of compiled steps that hold whatever their figures are. The figures: tests/aot/compiled.py."""
 
-from functools import partial
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,8 +7,9 @@ import optax
 import pytest
 
 import jax_offload as jo
-from tests.aot.compiled import Row, abstract, step_of
+from tests.aot.compiled import Row, abstract
 from tests.aot.harness import H200, MIB, V5E, array, require
+from tests.support.steps import step_of
 
 ADAMW = optax.adamw(1e-3)
 
@@ -24,7 +23,7 @@ def test_the_window_bounds_what_is_on_the_device():
 
     def peak(window):  # without jo.compiler_options, with which more copies are in flight
         tx = jo.offload(ADAMW, window=window)
-        step = jax.jit(partial(step_of, tx, loss), donate_argnums=(0, 1))
+        step = jax.jit(step_of(tx, loss=loss), donate_argnums=(0, 1))
         return jo.inspect(step, params, jo.abstract_state(tx, params), batch, target=H200).peak
 
     one, two, four, eight = (peak(k * layer) for k in (1, 2, 4, 8))

@@ -246,7 +246,7 @@ def looped(y: Any, k: Any) -> Any:
     return lax.fori_loop(0, 2, lambda i, y: jnp.sin(y) + i * n, y)
 
 
-# From the activations after a layer, its number, its weights and what is carried: activations, what is carried, a result.
+# From the activations after a layer, its number, its weights and what is carried: both of them, and a result.
 ODDITIES: dict[str, Callable[[Any, Any, Any, Any], tuple[Any, Any, Any]]] = {
     "literal": lambda y, k, w, extra: (y, extra, {"zero": 0.0, "one": 1, "true": True, "size": size_of(y)}),
     "literal carry": lambda y, k, w, extra: (y, 2.0, None),

@@ -26,7 +26,9 @@ from jax.sharding import PartitionSpec as P
 
 import jax_offload as jo
 from tests.disk.faulty import Faulty, error, no_fault
+from tests.support import steps
 from tests.support.sizes import set_sizes
+from tests.support.steps import assert_placed
 from tests.support.trees import is_on_disk, shardings_in
 
 WIDTH = 16
@@ -79,19 +81,10 @@ def loss_of_scan(params, x):
     return ((jnp.tanh(x @ params["a"]) @ params["b"]) ** 2).mean()
 
 
-def by_update(tx, loss=loss):
-    def step(params, state, x):
-        value, grads = jax.value_and_grad(loss)(params, x)
-        return *jo.update_params(tx, grads, state, params), value
-
-    return step
-
-
-def step_of(tx, params, loss=loss):
+def step_of(tx, params):
     """With the shardings of the results given, as docs/sharding.md does."""
-    mesh, step = jax.tree.leaves(params)[0].sharding.mesh, by_update(tx, loss)
-    places = shardings_in(params), shardings_in(jo.abstract_state(tx, params)), NamedSharding(mesh, P())
-    return jo.jit(step, donate_argnums=(0, 1), out_shardings=places)
+    places = shardings_in(params), shardings_in(jo.abstract_state(tx, params)), NamedSharding(mesh_of(), P())
+    return jo.jit(steps.step_of(tx, loss=loss), donate_argnums=(0, 1), out_shardings=places)
 
 
 def trained(step, params, state, first, last, width=WIDTH):
@@ -103,18 +96,18 @@ def trained(step, params, state, first, last, width=WIDTH):
 
 
 def copied(tree):
-    return jax.tree.map(
-        lambda x: jax.make_array_from_single_device_arrays(
-            x.shape, x.sharding, [jnp.array(s.data, copy=True) for s in x.addressable_shards]
-        ),
-        tree,
-    )
+    return jax.device_put(tree, shardings_in(tree), may_alias=False)
 
 
 def shards(tree):
     """What this process has of a tree, wherever it is."""
     tree = jo.to_device(tree)
     return [np.asarray(s.data) for x in jax.tree.leaves(tree) for s in x.addressable_shards]
+
+
+def same(got, want, rtol=0.0):
+    for a, b in zip(got, want, strict=True):
+        np.testing.assert_allclose(a, b, rtol=rtol, atol=1e-3 * rtol)
 
 
 def values(folder, how):
@@ -128,9 +121,9 @@ def resumed(folder, how, host_bytes):
     over = HOW[how][1]
     disk = jo.disk(folder / how, host_bytes=host_bytes)
     txs = [jo.offload(INNER, min_bytes=0, shard_over=over, disk=d) for d in (None, disk)]
-    steps = [step_of(tx, model(how)) for tx in txs]
+    both = [step_of(tx, model(how)) for tx in txs]
     (want, host, losses), (got, state, found) = (
-        trained(step, copied(model(how)), tx.init(model(how)), 0, 3) for step, tx in zip(steps, txs, strict=True)
+        trained(step, copied(model(how)), tx.init(model(how)), 0, 3) for step, tx in zip(both, txs, strict=True)
     )
     leaves = [x for x in jax.tree.leaves(state, is_leaf=is_on_disk) if is_on_disk(x)]
     assert len(leaves) == (6 if not host_bytes else 4), leaves
@@ -138,22 +131,19 @@ def resumed(folder, how, host_bytes):
     foretold = jo.abstract_state(txs[1], model(how))
     for x, like in zip(jax.tree.leaves(state, is_leaf=is_on_disk), jax.tree.leaves(foretold), strict=True):
         assert x.sharding.is_equivalent_to(like.sharding, x.ndim), (x, x.sharding, like.sharding)
-    for a, b in zip(shards((got, state)), shards((want, host)), strict=True):
-        np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-6)
-    np.testing.assert_allclose(found, losses, rtol=1e-6)
+    same(shards((got, state)), shards((want, host)), rtol=1e-3)
+    same(found, losses, rtol=1e-6)
     replicated = [leaf for leaf in leaves if leaf.sharding.is_fully_replicated]
     assert [np.asarray(leaf).shape for leaf in replicated] == [leaf.shape for leaf in replicated]
     if how == "both":
-        with pytest.raises(
-            ValueError, match=r"divided between processes, and this one has a part .* Fix: jo.to_device"
-        ):
+        with pytest.raises(ValueError, match=r"divided between processes, and this one has a part.*Fix: jo.to_device"):
             np.asarray(state[1][0].mu["a"])
     key = jax.jit(lambda: jax.random.key(7), out_shardings=NamedSharding(mesh_of(), P()))()
     tree = {"params": got, "state": state, "key": key, "seen": 24, "local": np.arange(3)}
     disk.commit(3, tree)
     assert disk.last_commit == 3
     before = shards((got, state))
-    on_params, on_state, on = trained(steps[1], copied(got), state, 3, 5)
+    on_params, on_state, on = trained(both[1], copied(got), state, 3, 5)
     after = shards((on_params, on_state))
     disk.close()
 
@@ -164,14 +154,10 @@ def resumed(folder, how, host_bytes):
     assert k == 3 and tree["seen"] == 24 and tree["local"].tolist() == [0, 1, 2]
     assert jax.random.key_data(tree["key"]).sharding.is_fully_replicated
     assert jax.tree.map(lambda x: x.sharding, tree["params"]) == jax.tree.map(lambda x: x.sharding, model(how))
-    for a, b in zip(shards((tree["params"], tree["state"])), before, strict=True):
-        np.testing.assert_array_equal(a, b)
-    for a, b in zip(shards(jo.to_host(txs[0], tree["state"], tree["params"])), shards(tree["state"]), strict=True):
-        np.testing.assert_array_equal(a, b)
+    same(shards((tree["params"], tree["state"])), before)
+    same(shards(jo.to_host(txs[0], tree["state"], tree["params"])), shards(tree["state"]))
     params, state, found = trained(step_of(tx, model(how)), tree["params"], tree["state"], 3, 5)
-    assert found == on
-    for a, b in zip(shards((params, state)), after, strict=True):
-        np.testing.assert_array_equal(a, b)
+    same([*found, *shards((params, state))], [*on, *after])
     again.close()
     parts = {name: len(list((folder / how / name).iterdir())) for name in ("process-0-of-2", "process-1-of-2")}
     assert len({*parts.values()}) == 1, parts
@@ -186,9 +172,9 @@ def near(got, want):
 def pipelined(folder, gradients):
     """As plain optax under ``jax.jit``; gradients wait where they are asked to."""
     params, tx, width = model("two axes", 128), jo.offload(INNER, min_bytes=0), 128
-    plain = jax.jit(by_update(INNER, loss_of_scan))
-    *want, losses = trained(plain, params, INNER.init(params), 0, 3, width)
-    train = jo.pipelined(by_update(tx, loss_of_scan), donate_argnums=(0, 1), gradients=gradients)
+    plain, step = (steps.step_of(each, loss=loss_of_scan) for each in (INNER, tx))
+    *want, losses = trained(jax.jit(plain), params, INNER.init(params), 0, 3, width)
+    train = jo.pipelined(step, donate_argnums=(0, 1), gradients=gradients)
     carry, found = (copied(params), tx.init(params)), []
     table = jo.placement(train, *carry, batch(0, width))
     assert "in the scan that reads the parameters" in " ".join(str(table).split()), table
@@ -198,30 +184,24 @@ def pipelined(folder, gradients):
     waiting = Counter(x.sharding.memory_kind for x in jax.tree.leaves(carry) if np.shape(x) == params["c"].shape)
     of_gradients = gradients == "device"  # beside both moments and the parameter
     assert waiting == {"device": 1 + of_gradients, "pinned_host": 3 - of_gradients}
-    np.testing.assert_allclose(found, losses, rtol=1e-6)
+    same(found, losses, rtol=1e-6)
     got = train.finish(carry)
     near(got, want)
-    assert_placed(tx, params, *got)
-
-
-def assert_placed(tx, params, *got):
-    for x, like in zip(jax.tree.leaves(got), jax.tree.leaves((params, jo.abstract_state(tx, params))), strict=True):
-        assert x.sharding.is_equivalent_to(like.sharding, x.ndim), (x.sharding, like.sharding)
-        assert x.sharding.memory_kind == like.sharding.memory_kind
+    assert_placed(got, (params, jo.abstract_state(tx, params)))
 
 
 def cores(folder, how):
     """Each process updates its own part on its share of the cores, and each step equals the plain one."""
     params, over = model(how, 256), HOW[how][1]
     tx = jo.offload(INNER, min_bytes=0, shard_over=over, update_on="host")
-    step, plain, state = step_of(tx, params), jax.jit(by_update(INNER)), tx.init(params)
+    step, plain, state = step_of(tx, params), jax.jit(steps.step_of(INNER, loss=loss)), tx.init(params)
     assert any(x.sharding.memory_kind == "pinned_host" for x in jax.tree.leaves(state))
-    like = params
+    like = params, jo.abstract_state(tx, params)
     for k in range(3):
         want = plain(params, jo.to_device(state), batch(k, 256))
         *got, value = step(params, state, batch(k, 256))
         near((got, value), (want[:2], want[2]))
-        assert_placed(tx, like, *got)
+        assert_placed(got, like)
         params, state = got
     threads = [each for each in threading.enumerate() if each.name.startswith("jax_offload")]
     assert 0 < len(threads) <= max(1, len(os.sched_getaffinity(0)) // 2)
@@ -261,11 +241,8 @@ def into_a_checkpoint(folder):
         other.close()
         in_memory = jo.offload(INNER, min_bytes=0)
         found = jo.restore(manager, {"params": model("both"), "state": jo.abstract_state(in_memory, model("both"))})
-    for a, b in zip(everything(found), want, strict=True):
-        np.testing.assert_array_equal(a, b)
-    moved = jo.to_host(in_memory, state, params)
-    for a, b in zip(everything({"params": params, "state": moved}), want, strict=True):
-        np.testing.assert_array_equal(a, b)
+    same(everything(found), want)
+    same(everything({"params": params, "state": jo.to_host(in_memory, state, params)}), want)
     disk.close()
 
 
@@ -279,8 +256,7 @@ def from_a_checkpoint(folder, how="zero"):
         found = jo.restore(manager, {"params": model(how), "state": jo.abstract_state(tx, model(how))})
     assert any(map(is_on_disk, jax.tree.leaves(found, is_leaf=is_on_disk)))
     with np.load(folder / "want.npz") as want:
-        for a, b in zip(everything(found), want.values(), strict=True):
-            np.testing.assert_array_equal(a, b)
+        same(everything(found), want.values())
     params, state, _ = trained(step_of(tx, model(how)), found["params"], found["state"], 2, 3)
     disk.commit(3, {"params": params, "state": state})
     disk.close()
@@ -316,9 +292,7 @@ def damaged(folder):
 
 def of_another_number(folder):
     """Of processes, than made the files."""
-    with pytest.raises(
-        ValueError, match=r"disk: .* has the commit of 2 processes, .* now there are 1\. Fix: .*save_args"
-    ):
+    with pytest.raises(ValueError, match=r"has the commit of 2 processes, .* now there are 1\. Fix: .*save_args"):
         print(jo.disk(folder / "other-both").last_commit)
 
 
