@@ -25,6 +25,7 @@ FAR = jax.device_put(np.full(3, 2, np.float32), jax.devices()[1])
 MOMENTUM = optax.sgd(0.1, momentum=0.9)
 CONSTANT = jnp.ones(3)
 RATES = np.linspace(0.5, 1.5, 64, dtype=np.float32).reshape(8, 8)
+DAILY = pytest.mark.daily("each way has a path of its own")
 
 
 def mesh_of_two(axes=AxisType.Auto):
@@ -227,7 +228,7 @@ def run(jit, tx, feature):
 
 
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("name", FEATURES)
+@pytest.mark.parametrize("name", [pytest.param(k, marks=[DAILY] if k == "results twice" else []) for k in FEATURES])
 def test_a_step_is_as_under_jit(name, way, tmp_path):
     """And its caller may donate or delete a result: it is neither an argument, a constant nor another result."""
     if name == "static from the end, left out" and jax.__version_info__ < (0, 11):
@@ -252,7 +253,7 @@ def test_a_step_is_as_under_jit(name, way, tmp_path):
 # ---- whose a result is
 
 
-@pytest.mark.daily("each way has a path of its own")
+@DAILY
 @pytest.mark.parametrize("way", WAYS)
 def test_what_a_branch_hands_on_is_nobody_elses(way, tmp_path):
     """The old parameters are a result too, which the next step donates."""
@@ -386,7 +387,7 @@ def test_all_leaves_that_a_driven_step_hands_on_take_one_program(donated, tmp_pa
     assert compiled((101, 102, 103, 104)) <= compiled((111,))
 
 
-@pytest.mark.daily("each way has a path of its own")
+@DAILY
 @pytest.mark.parametrize("way", WAYS)
 def test_callbacks_run_once_a_step(way, tmp_path):
     """Before the update, at its gradients and its moments, and after it, even if nothing reads their results."""
