@@ -23,7 +23,7 @@ from jax.sharding import Mesh, NamedSharding, Sharding, SingleDeviceSharding
 
 from jax_offload._disk.leaves import IN_MEMORY, READ, WRITE, Place, Range, Token
 from jax_offload._emit.region import Update, holds_driven_update, holds_update, is_update
-from jax_offload._emit.run import SliceRunner, group_looped
+from jax_offload._emit.run import group_looped, runner
 from jax_offload._program import jaxprs
 from jax_offload._program.arrays import nbytes
 from jax_offload._program.jaxprs import Atom, ClosedJaxpr, DropVar, Equation, Jaxpr, Var, variables
@@ -380,7 +380,8 @@ class Staged:
             if how is not None and how.shape[0] == how.shards * ranges[-1][1]:
                 yield from self._parts(p.slice, how, update, ranges)
             else:
-                traced = SliceRunner([p], update.names, lowered=True).equations(p)
+                run = functools.partial(runner([p], update.names, lowered=True), p)
+                traced, _ = jaxprs.jaxpr_of(run, *(v.aval for v in p.slice.inputs))
                 yield _slice_by(traced, p.slice.inputs, p.slice.outputs)
 
     def _parts(self, s: Slice, how: RowWise, update: Update, ranges: Sequence[Range]) -> Iterator[Slice]:
@@ -425,7 +426,7 @@ def _slice_by(traced: ClosedJaxpr, inputs: Sequence[Atom], outputs: Sequence[Var
 
 def _of_rows(run: Callable[..., list[Any]], n: int, before: Sequence[Var], start: Any, *values: Any) -> list[Any]:
     """Run a slice on rows from ``start`` on, given ``n`` operands, and the results that earlier parts have left."""
-    return run(start, values[:n], dict(zip(before, values[n:], strict=True)))
+    return run(start, dict(zip(before, values[n:], strict=True)), *values[:n])
 
 
 def staged(files: OnFiles) -> Staged:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import warnings
-from collections.abc import Iterable, Sequence, Set
+from collections.abc import Callable, Iterable, Sequence, Set
 from typing import Any, NamedTuple
 
 import jax
@@ -13,7 +14,7 @@ import jax
 from jax_offload._disk.leaves import READ, WRITE
 from jax_offload._emit.hoisted import scanned
 from jax_offload._emit.region import Update, holds_update, is_update, mark_equation, marked
-from jax_offload._emit.run import SliceRunner, or_batched
+from jax_offload._emit.run import or_batched, runner
 from jax_offload._program.jaxprs import (
     Atom,
     ClosedJaxpr,
@@ -107,7 +108,7 @@ def _put_together(found: Parts) -> Program:
     program, new, barrier, mark = found.step.program, Builder(), gate_equation(), mark_equation()
     check_order(found.parts, program.inputs, variables(program.outputs))
     slices = [part.payload for part in found.parts if isinstance(part.payload, Planned)]
-    run = SliceRunner(slices, found.step.names)
+    run = runner(slices, found.step.names)
     for part in found.parts:
         this = part.payload
         if isinstance(this, Gate):
@@ -121,7 +122,8 @@ def _put_together(found: Parts) -> Program:
                 new.put(equation_of(dataclasses.replace(this, stays=found.stays), found.step.like))
                 results = new.eqns[-1].outvars
             else:
-                traced = _in_scan(found, part) if isinstance(this, InScan) else run.equations(this)
+                fun = _in_scan(found, part) if isinstance(this, InScan) else functools.partial(run, this)
+                traced, _ = jaxpr_of(fun, *(v.aval for v in part.reads))
                 results = marked(new, new.call(as_program(traced), new.read(part.reads)), this, mark)
             for v, x in zip(part.makes, results, strict=True):
                 if not same_memory(v, x):
@@ -130,8 +132,8 @@ def _put_together(found: Parts) -> Program:
     return dataclasses.replace(program, eqns=new.eqns, outputs=new.read(program.outputs))
 
 
-def _in_scan(found: Parts, part: Node) -> ClosedJaxpr:
-    """Trace a scan with updates inside."""
+def _in_scan(found: Parts, part: Node) -> Callable[..., list[Any]]:
+    """Return a function that runs a scan with updates inside, given what it reads."""
     this: InScan = part.payload
 
     def run(*operands: Any) -> list[Any]:
@@ -142,7 +144,7 @@ def _in_scan(found: Parts, part: Node) -> ClosedJaxpr:
         env = dict(zip(part.reads, operands, strict=True))
         return this.as_written.run(*(env[v] for v in this.as_written.inputs))
 
-    return jaxpr_of(or_batched(run, one_by_one), *(v.aval for v in part.reads))[0]
+    return or_batched(run, one_by_one)
 
 
 # ---- loops that run passes in each iteration, such as one over microbatches
