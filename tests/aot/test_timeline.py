@@ -169,6 +169,11 @@ SCHEDULES = {
     "a sum that stays in the cache": after("%d = f32[256,256]{1,0:S(1)} add(%a, %b)", compute=2 * READ),
     "a sum that stays in a part of the cache": after(
         "%d = f32[256,256]{1,0:T(8,128)S(1)SC(0:256)} add(%a, %b)", compute=2 * READ),
+    "a sum in the same memory space of a GPU": after(
+        "%d = f32[256,256]{1,0:S(1)} add(%a, %b)", chip=dataclasses.replace(CHIP, platform="cuda"), compute=3 * READ),
+    "a matmul that is asynchronous": after(
+        f"%s = (({M}), {M}, u32[]) async-start(%a), calls=%f", DOT, f"%t = {M} async-done(%s)", before=IN_A_FUSION,
+        compute=2),
     "cublas": after(f"%d = ({M}, s8[0]{{0}}) custom-call(%a, %b), custom_call_target=\"__cublas$gemm\", "
                     'backend_config={"lhs_contracting_dimensions":["1"]}', compute=1),
     "an allocation": after(f'%d = ({M}, s8[0]{{0}}) custom-call(%a, %b), custom_call_target="AllocateBuffer"',
