@@ -171,6 +171,13 @@ def test_what_looks_at_a_step_says_which_of_its_programs():
         assert jo.profile(step, params, state, X, steps=1).compute > 0
 
 
+def test_an_abstract_state_on_disk_is_looked_at_like_the_state(disk):
+    tx, params = offload(update_on="device", disk=disk), model()
+    step, abstract = jo.jit(step_of(tx), donate_argnums=(0, 1)), jo.abstract_state(tx, params)
+    ahead = jo.verify(step, params, abstract, X)
+    assert ahead.program == "before" and ahead.to_dict() == jo.verify(step, params, tx.init(params), X).to_dict()
+
+
 def test_a_step_with_numbers_among_its_arguments_is_looked_at():
     """Python's numbers are arguments of the program unless they are static."""
     tx, params = offload(), model()

@@ -29,7 +29,7 @@ from jax_offload._host.driver import Driven
 from jax_offload._host.stages import BEFORE
 from jax_offload._look.chips import Chip, chip, known_as
 from jax_offload._look.hlo import EMPTY, Array, Module
-from jax_offload._look.report import fix_of, jitted, may_be_step, of_states, opened, replaced
+from jax_offload._look.report import AHEAD, fix_of, jitted, may_be_step, of_states, opened, replaced
 from jax_offload._program import private
 from jax_offload._program.memory import HOST_KIND, in_its_memory, is_host_aval, sharding_of
 from jax_offload._rewrite.rewritten import rewritten
@@ -43,6 +43,8 @@ SAYS = (
     f"This is the first, {BEFORE!r}: the forward and the backward pass; then the update comes, group by group. "
     "It is looked at in one piece, whatever programs jo.jit cuts it into"
 )
+BY_LAYERS = "jax_offload.jit(step) loads it layer by layer"
+_NOT_BY_ROWS = "no layer reads it by rows; params = jax_offload.to_host(params, loss, batch) keeps it on the device"
 _ON_ABSTRACT = (
     "step: its arguments are on an AbstractMesh, and a step that is driven from Python (update_on=, disk=) is cut for "
     "devices. Give a Mesh of as many, which may be the CPU's: XLA_FLAGS=--xla_force_host_platform_device_count=8."
@@ -61,9 +63,7 @@ class Argument:
       kept_on_host: whether the update that owns it keeps it in host memory; ``None`` if the step shows no update of an
         ``offload``.
       replaced_by: the number of the result that takes its place in the next step, if one is like it.
-      put_whole: whether the step itself loads it as a whole, from host memory.
-      has_layers: whether ``jax_offload.jit`` would load it layer by layer instead.
-      updated: whether it belongs to the state of an ``offload`` in the step.
+      whole: why the step itself loads it as a whole, from host memory; empty if it does not.
       donated: whether the caller donates it.
       array: its type in the program.
     """
@@ -74,9 +74,7 @@ class Argument:
     gradient: bool = False
     kept_on_host: bool | None = None
     replaced_by: int | None = None
-    put_whole: bool = False
-    has_layers: bool = False
-    updated: bool = False
+    whole: str = ""
     donated: bool = False
     array: Array = EMPTY
 
@@ -166,13 +164,7 @@ def _compiled(step: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], to: T
     return _lowered(whole, (args, kwargs), to, given, own)
 
 
-def _lowered(
-    step: jax.stages.Traced,
-    given: tuple[Any, Any],
-    to: Target | None,
-    arguments: Sequence[Argument],
-    options: Mapping[str, Any],
-) -> Compiled:
+def _lowered(step: Any, given: Any, to: Target | None, arguments: Sequence[Argument], options: Any) -> Compiled:
     """Lower and compile a traced step with its (args, kwargs), for a target or for its own devices."""
     if to is None:
         executable: Any = step.lower().compile()
@@ -206,31 +198,28 @@ def _lowered(
 
 
 def _given(
-    step: Any,
-    kept: Sequence[bool] | None = None,
-    carried: Mapping[str, Any] | None = None,
-    *,
-    as_jitted: bool = False,
+    step: Any, kept: Sequence[bool] | None = None, carried: Mapping[str, Any] | None = None, *, as_jitted: bool = False
 ) -> list[Argument]:
     """Describe the arguments of a traced step in jax's order.
 
     ``kept``: for each, whether the update that owns it keeps it in host memory. ``carried``: the arguments that a
     pipelined step carries. ``as_jitted``: whether to compare the step with what ``jax_offload.jit`` would make of it.
     """
+    infos, names = tree_flatten_with_path(step.args_info)[0], step.jaxpr.jaxpr.debug_info.arg_names
     put, nexts = _put_whole(step.jaxpr), _replacing(step)
     left = _put_whole(rewritten(step.jaxpr)) if as_jitted and any(put) else put
-    infos = tree_flatten_with_path(step.args_info)[0]
-    paths, donated = [path for path, _ in infos], [info.donated for _, info in infos]
-    avals, names = step.jaxpr.in_avals, step.jaxpr.jaxpr.debug_info.arg_names or [""] * len(paths)
     by_name: dict[Any, bool] = dict(zip(names_of(carried), of_states(carried), strict=True)) if carried else {}
     found = list[Argument]()
-    for k, (path, aval, name, own) in enumerate(zip(paths, avals, names, of_states(step.args_info), strict=True)):
-        host = is_host_aval(aval)
-        own = own or by_name.get(getattr(path[-1], "key", None), False)
+    for k, ((path, info), aval, own) in enumerate(
+        zip(infos, step.jaxpr.in_avals, of_states(step.args_info), strict=True)
+    ):
+        host, own = is_host_aval(aval), own or by_name.get(getattr(path[-1], "key", None), False)
         waits = bool(carried) and getattr(path[1], "idx", None) == 1
+        rest = AHEAD if own and (carried or kept is not None) else _NOT_BY_ROWS
+        whole = (rest if left[k] else BY_LAYERS) if put[k] else ""
         own_kept = None if kept is None else kept[k]
-        moved = put[k], put[k] and not left[k], own and (bool(carried) or kept is not None)
-        found.append(Argument(name or "", host, host or own, waits, own_kept, nexts.get(k), *moved, donated[k]))
+        name = (names[k] if names else "") or ""
+        found.append(Argument(name, host, host or own, waits, own_kept, nexts.get(id(info)), whole, info.donated))
     return found
 
 
@@ -240,15 +229,13 @@ def _put_whole(step: Any) -> list[bool]:
 
 
 def _replacing(step: Any) -> dict[int, int]:
-    """Match a traced step's arguments with the results that take their places, by number."""
-    given, results = step.args_info[0], step.out_info
-    numbers = {id(x): k for k, x in enumerate(jax.tree.leaves(results))}
-    by_place, found, first = replaced(given, results), dict[int, int](), 0
-    for k, x in enumerate(given):
-        of = [numbers[id(y)] for y in jax.tree.leaves(by_place.get(k))]
-        found |= dict(enumerate(of, first))
-        first += len(jax.tree.leaves(x))
-    return found
+    """Match the arguments of a traced step, by ``id``, with the numbers of the results that take their places."""
+    given, results, leaves = step.args_info[0], step.out_info, jax.tree.leaves
+    numbers = {id(x): k for k, x in enumerate(leaves(results))}
+    pairs = [
+        pair for k, x in replaced(given, results).items() for pair in zip(leaves(given[k]), leaves(x), strict=True)
+    ]
+    return {id(old): numbers[id(new)] for old, new in pairs}
 
 
 def _numbered(module: Module, given: Sequence[Argument]) -> dict[int, Argument]:
@@ -264,23 +251,10 @@ def _numbered(module: Module, given: Sequence[Argument]) -> dict[int, Argument]:
 # -- the first program of a step that is driven
 
 
-class _Nowhere:
-    """The home of leaves on disk in an abstract state: no step that is only looked at reads them."""
-
-    def ends(self, name: str) -> tuple[int, ...]:
-        return ()
-
-
 def on_files(args: Any) -> Any:
     """Return a step's arguments with placeholders for those that an abstract state says are on disk."""
-    home = _Nowhere()
-
-    def placed(x: Any) -> Any:
-        if not isinstance(x, Place):
-            return x
-        return OnDisk(jax.ShapeDtypeStruct((), TOKEN), Place(home, x.name, x.shape, x.dtype, x.sharding))
-
-    return jax.tree.map(placed, args, is_leaf=is_on_disk)
+    token = jax.ShapeDtypeStruct((), TOKEN)
+    return jax.tree.map(lambda x: OnDisk(token, x) if isinstance(x, Place) else x, args, is_leaf=is_on_disk)
 
 
 def _first_program(given: tuple[Any, Any], whole: Any, to: Target | None) -> Compiled:

@@ -14,9 +14,9 @@ import jax
 
 from jax_offload._look.chips import HEADROOM, Chip, larger_share, usable
 from jax_offload._look.chips import chip as chip_of
-from jax_offload._look.compiled import SAYS, Compiled, compiled
+from jax_offload._look.compiled import BY_LAYERS, SAYS, Compiled, compiled
 from jax_offload._look.hlo import SCOPE
-from jax_offload._look.report import AHEAD, replaced
+from jax_offload._look.report import replaced
 from jax_offload._look.text import aligned, in_bytes, in_mib, in_seconds
 from jax_offload._look.timeline import (
     COLLECTIVES,
@@ -122,18 +122,10 @@ def _not_where_they_should_be(program: Compiled) -> Iterator[Problem]:
 
 def _put_whole(program: Compiled) -> Iterator[Problem]:
     """Find arrays in host memory that the step itself loads whole: an error where they could be loaded by layers."""
-    for given in program.given.values():
-        if not given.put_whole or given.array.nbytes < _LARGE:
-            continue
-        why = (
-            "jax_offload.jit(step) loads it layer by layer"
-            if given.has_layers
-            else AHEAD
-            if given.updated
-            else "no layer reads it by rows; params = jax_offload.to_host(params, loss, batch) keeps it on the device"
-        )
-        what = f"is loaded as a whole, {in_mib(given.array.nbytes)} MiB: {why}"
-        yield Problem(what, given.name, error=given.has_layers)
+    for x in program.given.values():
+        if x.whole and x.array.nbytes >= _LARGE:
+            what = f"is loaded as a whole, {in_mib(x.array.nbytes)} MiB: {x.whole}"
+            yield Problem(what, x.name, error=x.whole == BY_LAYERS)
 
 
 def _crossed(program: Compiled) -> Iterator[Problem]:
@@ -502,14 +494,9 @@ def _segment(event: Any) -> Segment | None:
     plain = name.replace(" ", "").lower()
     if plain.startswith("memcpy"):
         lane = LOAD if "h2d" in plain or "htod" in plain else STORE if "d2h" in plain or "dtoh" in plain else ""
-        nbytes = _bytes(event)
+        # A GPU's trace says: kind_src:... size:1048576 ...
+        size = re.search(r"\bsize:(\d+)", str(dict(event.stats).get("memcpy_details")))
+        nbytes = int(size[1]) if size else 0
     elif _COLLECTIVE.match(name):
         lane = COLLECTIVES
     return Segment(lane, begin, begin + event.duration_ns / 1e9, name, nbytes) if lane else None
-
-
-def _bytes(event: Any) -> int:
-    """The bytes of a copy in a GPU's trace, which says: kind_src:... size:1048576 ..."""
-    details = next((str(value) for key, value in event.stats if key == "memcpy_details"), "")
-    size = next((word.removeprefix("size:") for word in details.split() if word.startswith("size:")), "0")
-    return int(size) if size.isdigit() else 0
