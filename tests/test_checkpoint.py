@@ -412,6 +412,17 @@ def test_two_leaves_of_one_name(flat):
         jo.save_args(tree)
 
 
+def test_two_leaves_of_one_name_after_damage(tmp_path):
+    with ocp.CheckpointManager(tmp_path) as manager:
+        for step in 0, 1:
+            manager.save(step, args=jo.save_args({"a.c": jnp.zeros(4), "a": {"b": jnp.ones(4)}}))
+        manager.wait_until_finished()
+        path = tmp_path / "1" / "default" / "_METADATA"
+        path.write_text(path.read_text().replace("a.c", "a.b"))
+        with pytest.warns(UserWarning, match=r"step 1 .* is damaged: ValueError: tree: .* same name(.|\n)*step 0"):
+            assert "a.c" in jo.restore(manager, fallback=True)
+
+
 def test_a_pool_that_is_too_small_for_the_copy(monkeypatch):
     """It has room for the state alone. Only the GPU's pool is capped."""
     _, tree, _ = small()

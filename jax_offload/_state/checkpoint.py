@@ -161,7 +161,7 @@ def _restore_step(ocp: Any, manager: Any, step: int, item: str | None, target: A
         given = "none was given" if item is None else f"there is no {item!r}"
         raise ValueError(f"item: the checkpoint in {folder.parent} has the items {items}, and {given}; say which.")
     metadata = reading(ocp.StandardCheckpointHandler().metadata, folder)
-    stored = named(metadata.tree)
+    stored = reading(named, metadata.tree)
     sums = _stored_sums(metadata.custom_metadata, folder)
     if sums is not None and sums.keys() != stored.keys():
         raise Damaged(f"its metadata names other leaves than were saved: {some(sorted(sums.keys() ^ stored.keys()))}")
