@@ -7,7 +7,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 from jax.core import Tracer
 from jax.sharding import SingleDeviceSharding
@@ -251,8 +250,7 @@ def offload(
                 arguments.check_gradients(given, params, error)
                 raise
             same = jax.tree.structure(new) == jax.tree.structure(state) and types_of(new) == types_of(state)
-            if not same or [*map(np.shape, jax.tree.leaves(updates))] != [*map(np.shape, jax.tree.leaves(like))]:
-                arguments.check_state(inner.init, old, like)
+            arguments.check_shapes(inner.init, (old, like), (new, updates))
             check_last_word(updates, old)
             after = plan if same else place(policy, new, like)
             new = resharded_state(new, after, like, shardings, state if same else None)

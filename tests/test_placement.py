@@ -187,3 +187,18 @@ def test_a_state_whose_tree_changes_streams_as_others_do(last):
     got, want = jax.jit(tx.update)(params, state, params), jax.jit(inner.update)(params, inner.init(params), params)
     assert_close(got, want, 1e-6)
     assert kinds(got[1]) == ["device", HOST, HOST, "device" if last == "on the device" else HOST]
+
+
+def test_a_state_whose_tree_changes_and_then_a_dtype():
+    """The next update is compared with the state it is given, not with the one that ``init`` makes."""
+
+    def update(grads, state, params=None):
+        wider = jnp.bfloat16 if state.last is None else jnp.float32
+        return grads, Grown(jax.tree.map(lambda m, g: (m + g).astype(wider), state.adam, grads), jnp.float32(1.0))
+
+    inner = optax.GradientTransformation(lambda p: Grown(jax.tree.map(lambda x: x.astype(jnp.bfloat16), p)), update)
+    tx, params = jo.offload(inner, min_bytes=0), jax.device_put({"w": jnp.ones((16, 16))}, jax.devices()[0])
+    state = tx.init(params)
+    for dtype in jnp.bfloat16, jnp.float32:
+        _, state = tx.update(params, state, params)
+        assert state.adam["w"].dtype == dtype and state.adam["w"].sharding.memory_kind == HOST
