@@ -250,7 +250,7 @@ def offload(
                 arguments.check_gradients(given, params, error)
                 raise
             same = jax.tree.structure(new) == jax.tree.structure(state) and types_of(new) == types_of(state)
-            arguments.check_shapes(inner.init, (old, like), (new, updates))
+            arguments.check_shapes(inner.init, old, like, new, updates)
             check_last_word(updates, old)
             after = plan if same else place(policy, new, like)
             new = resharded_state(new, after, like, shardings, state if same else None)

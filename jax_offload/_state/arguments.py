@@ -284,19 +284,15 @@ def check_state(init: Callable[[Any], Any], state: Any, like: Any, cause: Except
     check_like(state, expected, "state = tx.init(params) makes one for these.", cause)
 
 
-def check_shapes(init: Callable[[Any], Any], before: tuple[Any, Any], after: tuple[Any, Any]) -> None:
-    """Raise ``ValueError`` if an update changes shapes because its state is not the one that ``init`` gives.
-
-    ``before`` and ``after`` are a state and the parameters, and the results: the next state and the updates.
-    """
+def check_shapes(init: Callable[[Any], Any], state: Any, like: Any, new: Any, updates: Any) -> None:
+    """Raise ``ValueError`` if an update changes shapes because its state is not the one that ``init`` gives."""
 
     def shapes(tree: Any) -> tuple[Any, list[Any]]:
         return jax.tree.structure(tree), [*map(np.shape, jax.tree.leaves(tree))]
 
-    (state, like), (new, updates) = map(shapes, before), map(shapes, after)
-    same_tree = updates[0] == like[0]  # without gradients the updates may be None
-    if new != state or (same_tree and updates != like):
-        check_state(init, *before)
+    same_tree = jax.tree.structure(updates) == jax.tree.structure(like)  # without gradients the updates may be None
+    if shapes(new) != shapes(state) or (same_tree and shapes(updates) != shapes(like)):
+        check_state(init, state, like)
 
 
 def check_like(state: Any, expected: Any, fix: str, cause: Exception | None = None, *, dtypes: bool = False) -> None:
