@@ -28,11 +28,13 @@ def loss(params, x):
     return ((jnp.tanh(x @ params["w"]) @ params["v"] + params["b"]) ** 2).mean()
 
 
-def test_under_a_mesh_without_commitment():
-    @jax.jit
-    def step(params, state, x):
-        return jo.update_params(TX, jax.grad(loss)(params, x), state, params)
+def new_step():
+    """Another function each time: what is compiled of a function is found again."""
+    return lambda params, state, x: jo.update_params(TX, jax.grad(loss)(params, x), state, params)
 
+
+def test_under_a_mesh_without_commitment():
+    step = jax.jit(new_step())
     with jax.set_mesh(jax.make_mesh((1,), ("x",))), warnings.catch_warnings():
         warnings.simplefilter("error")
         carried = parameters(), TX.init(parameters())
@@ -56,24 +58,16 @@ def test_eager_init_commits_what_it_keeps_and_warns_of_uncommitted_parameters():
 @pytest.mark.parametrize("donate", [{"donate_argnums": (0, 1)}, {"donate_argnames": ("params", "state")}])
 @pytest.mark.parametrize("kind", [jnp.asarray, np.asarray])
 def test_the_first_step_of_jo_jit_warns_of_parameters_that_a_traced_init_could_not_tell(donate, kind):
-    def new_step():
-        """Another function each time: what is compiled of a function is found again."""
-
-        def step(params, state, x):
-            return jo.update_params(TX, jax.grad(loss)(params, x), state, params)
-
-        return jo.jit(step, **donate)
-
+    first, second = (jo.jit(new_step(), **donate) for _ in range(2))
     x = jnp.ones((2, 16))  # a batch is as uncommitted in each step
     loose = {**committed(), "w": kind(parameters()["w"])}
     states = [jax.jit(TX.init)(given) for given in (loose, committed())]
     with pytest.warns(UserWarning, match=r"jo.jit: params\['w'\] is not committed.*params = jax.device_put\(params"):
-        loose, state = (first := new_step())(loose, states[0], x)
+        loose, state = first(loose, states[0], x)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         first(loose, state, x)
         assert first._cache_size() == 2
-        second = new_step()
         second(*second(committed(), states[1], x), x)
         assert second._cache_size() == 1
 
@@ -88,10 +82,7 @@ def test_what_a_step_does_not_carry_may_be_uncommitted(options):
 
 
 def test_a_batch_may_be_donated_and_uncommitted():
-    def step(params, state, x):
-        return jo.update_params(TX, jax.grad(loss)(params, x), state, params)
-
-    train, carry = jo.jit(step, donate_argnums=(0, 1, 2)), (committed(), TX.init(committed()))
+    train, carry = jo.jit(new_step(), donate_argnums=(0, 1, 2)), (committed(), TX.init(committed()))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         warnings.filterwarnings("ignore", "Some donated buffers were not usable")

@@ -17,7 +17,8 @@ pytestmark = pytest.mark.oldest("boxes and nnx, for which jax's shardings change
 P = PartitionSpec
 X = jax.random.normal(jax.random.key(1), (16, 128))
 WINDOW = 2**16  # a leaf's moments do not fit: they stream in chunks where they can
-INNER = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-2))
+ADAMW = optax.adamw(1e-2)
+INNER = optax.chain(optax.clip_by_global_norm(1.0), ADAMW)
 
 
 @pytest.fixture
@@ -213,37 +214,34 @@ class LinenLayers(nn.Module):
 
 
 class NnxLayers(nnx.Module):
-    def __init__(self, rngs):
+    def __init__(self, rngs, recomputed):
         make = nnx.vmap(lambda rngs: nnx.Linear(128, 128, rngs=rngs), in_axes=(0,), out_axes=0)
         self.up, self.head = nnx.split_rngs(splits=4)(make)(rngs), nnx.Linear(128, 8, rngs=rngs)
+        self.recomputed = recomputed
 
     def __call__(self, x):
-        run = nnx.scan(lambda x, layer: x + nnx.relu(layer(x)), in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)
-        return self.head(run(x, self.up))
-
-
-def split_step(model, tx):
-    """A step of a model with its ``nnx.Optimizer`` as arrays, and these arrays."""
-    graph, arrays = nnx.split((model, nnx.jit(lambda model: nnx.Optimizer(model, tx, wrt=nnx.Param))(model)))
-
-    def step(arrays, x):
-        model, optimizer = both = nnx.merge(graph, arrays)
-        value, grads = nnx.value_and_grad(lambda model: (model(x) ** 2).mean())(model)
-        optimizer.update(model, grads)
-        return nnx.state(both), value
-
-    return step, arrays
+        layer = lambda x, layer: x + nnx.relu(layer(x))  # noqa: E731
+        layer = nnx.remat(layer) if self.recomputed else layer
+        return self.head(nnx.scan(layer, in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)(x, self.up))
 
 
 def step_of(kind, tx, moved):
     """A step, and what it carries: parameters and state, or an ``nnx.Model`` with its ``nnx.Optimizer``."""
-    model = LinenLayers(kind == "linen that loads" and moved) if "linen" in kind else NnxLayers(nnx.Rngs(0))
+    model = LinenLayers(moved and "loads" in kind) if "linen" in kind else NnxLayers(nnx.Rngs(0), "recomputed" in kind)
     params = nnx.state(model) if "nnx" in kind else LinenLayers().init(jax.random.key(0), X)["params"]
     params = jax.device_put(params, jax.devices()[0])
     params = jo.to_host(params, select="up") if moved else params
-    if kind == "nnx.Optimizer":
+    if "nnx.Optimizer" in kind:
         nnx.update(model, params)
-        return split_step(model, tx)
+        graph, arrays = nnx.split((model, nnx.jit(lambda model: nnx.Optimizer(model, tx, wrt=nnx.Param))(model)))
+
+        def of_arrays(arrays, x):
+            model, optimizer = both = nnx.merge(graph, arrays)
+            value, grads = nnx.value_and_grad(lambda model: (model(x) ** 2).mean())(model)
+            optimizer.update(model, grads)
+            return nnx.state(both), value
+
+        return of_arrays, arrays
     graph = nnx.graphdef(model) if kind == "nnx" else None
 
     def loss(params, x):
@@ -258,53 +256,28 @@ def step_of(kind, tx, moved):
     return step, (params, tx.init(params))
 
 
-@pytest.mark.daily("each library")
-@pytest.mark.parametrize("kind", ["linen", "linen that loads", "nnx", "nnx.Optimizer"])
-def test_parameters_of_scanned_layers_in_host_memory(kind):
+RECOMPUTED = "nnx.Optimizer, recomputed"  # a scan over nnx.remat hands the parameters on
+DAILY = pytest.mark.daily("each library")
+KINDS = [(kind, jo.jit) for kind in ("linen", "linen that loads", "nnx", "nnx.Optimizer")] + [
+    (RECOMPUTED, jo.pipelined)
+]
+
+
+@pytest.mark.parametrize(("kind", "way"), [*(pytest.param(*each, marks=DAILY) for each in KINDS), (RECOMPUTED, jo.jit)])
+def test_parameters_of_scanned_layers_in_host_memory(kind, way):
     """``jo.to_host`` moves them, and the scans load their rows; values are those of plain optax."""
-    inner = optax.adamw(1e-2)
+    inner = optax.chain(optax.clip_by_global_norm(0.01), ADAMW) if kind == RECOMPUTED else ADAMW
     plain, want = step_of(kind, inner, moved=False)
     step, got = step_of(kind, jo.offload(inner), moved=True)
-    plain, step, where = jax.jit(plain), jo.jit(step, donate_argnums=0), shardings_in(got)
-    table = jo.placement(step, got, X)
-    (row,) = (leaf for leaf in table.leaves if leaf.nbytes == 4 * 128 * 128 * 4 and "scan that reads" in leaf.streams)
-    assert "device_put" not in row.streams, table
-    for _ in range(2):
-        want, value = plain(want, X)
-        got, own_value = step(got, X)
-        np.testing.assert_allclose(own_value, value, rtol=1e-5)
-    assert shardings_in(got) == where
-    assert_close(got, want, 1e-4)
-
-
-@pytest.mark.parametrize("entry", ["pipelined", "jo.jit"])
-def test_an_nnx_optimizer_of_recomputed_layers_in_host_memory(entry):
-    """A scan over ``nnx.remat`` hands the parameters on, and the update still takes them from host memory by rows."""
-
-    class Model(nnx.Module):
-        def __init__(self):
-            self.up = nnx.vmap(lambda rngs: nnx.Linear(128, 128, rngs=rngs))(nnx.Rngs(0).split(4))
-
-        def __call__(self, x):
-            layer = nnx.remat(lambda x, layer: jnp.tanh(layer(x)))
-            return nnx.scan(layer, in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)(x, self.up)
-
-    def step_of(tx, moved):
-        model = Model()
-        params = jax.device_put(nnx.state(model), jax.devices()[0])
-        nnx.update(model, jo.to_host(params, select="up") if moved else params)
-        return split_step(model, tx)
-
-    clipped = optax.chain(optax.clip_by_global_norm(0.01), optax.adamw(1e-2))
-    (plain, want), (step, got) = step_of(clipped, False), step_of(jo.offload(clipped), True)
-    plain, x, where = jax.jit(plain), jax.device_put(jnp.ones((8, 128)) / 8, jax.devices()[0]), shardings_in(got)
-    train = jo.pipelined(step, donate_argnums=0) if entry == "pipelined" else jo.jit(step, donate_argnums=0)
-    table = jo.placement(train, got, x)
-    (row,) = (leaf.streams for leaf in table.leaves if leaf.nbytes == 4 * 128 * 128 * 4 and "then" in leaf.streams)
+    plain, step, where = jax.jit(plain), way(step, donate_argnums=0), shardings_in(got)
+    table, x = jo.placement(step, got, X), jax.device_put(X, jax.devices()[0])
+    said = "then" if kind == RECOMPUTED else "scan that reads"
+    (row,) = (leaf.streams for leaf in table.leaves if leaf.nbytes == 4 * 128 * 128 * 4 and said in leaf.streams)
     assert "device_put" not in row, table
     for _ in range(3):
-        want, _ = plain(want, x)
-        got, _ = train(got, x)
-    got = train.finish(got) if entry == "pipelined" else got
-    assert_close(got, want, 1e-5)
+        want, value = plain(want, x)
+        got, found = step(got, x)
+        np.testing.assert_allclose(found.now if way is jo.pipelined else found, value, rtol=1e-5)
+    got = step.finish(got) if way is jo.pipelined else got
     assert shardings_in(got) == where
+    assert_close(got, want, 1e-4)

@@ -70,25 +70,18 @@ def in_a_loop(tx):
     return step
 
 
-def chosen_outside(tx):
-    """Old parameters and state stay, by a choice around the update, where the loss is not finite."""
+def chosen(good):
+    """A step in which old parameters and state stay, by a choice around the update, unless the new ones are good."""
 
-    def step(params, state, batch):
-        value, grads = jax.value_and_grad(loss_of)(params, batch)
-        new = new_params(tx, "update", grads, state, params)
-        return *jax.tree.map(functools.partial(jnp.where, jnp.isfinite(value)), new, (params, state)), value
+    def make(tx):
+        def step(params, state, batch):
+            value, grads = jax.value_and_grad(loss_of)(params, batch)
+            new = new_params(tx, "update", grads, state, params)
+            return *jax.tree.map(functools.partial(jnp.where, good(value, new[0])), new, (params, state)), value
 
-    return step
+        return step
 
-
-def chosen_by_results(tx):
-    """The same, where a norm of the new parameters says so."""
-
-    def step(params, state, batch):
-        new = new_params(tx, "update", jax.grad(loss_of)(params, batch), state, params)
-        return *jax.tree.map(functools.partial(jnp.where, optax.tree.norm(new[0]) < 1e3), new, (params, state)), ()
-
-    return step
+    return make
 
 
 def summed_in_a_ref(params, batch):
@@ -228,9 +221,10 @@ STEPS = {
         "merges its layers with other dimensions; scan over",
     ),
     "several steps in one": (in_a_loop, True),
-    "a choice around the update": (chosen_outside, True),
-    "a choice around the update, turned": (chosen_outside, True, TURNED),
-    "a choice by the norm of the new parameters": (chosen_by_results, "needs all gradients"),
+    "a choice around the update": (chosen(lambda value, new: jnp.isfinite(value)), True),
+    "a choice around the update, turned": (chosen(lambda value, new: jnp.isfinite(value)), True, TURNED),
+    "a choice by the norm of the new parameters": (
+        chosen(lambda value, new: optax.tree.norm(new) < 1e3), "needs all gradients"),
     "gradients in a Ref": (of_gradients(summed_in_a_ref), True),
     "backwards by their number": (of_network(lambda w, x: by_number(w, x, lambda k: LAYERS - 1 - k)), ""),
     "a backward pass by hand": (of_gradients(by_hand), ""),
