@@ -1,5 +1,6 @@
 """The state of sharded parameters: sharded like them, or over further axes too (ZeRO-1)."""
 
+import contextlib
 import functools
 
 import jax
@@ -157,93 +158,72 @@ def test_zero_1(axes):
     assert_close((params, state), resident(OPTIMIZERS["clip"]), 2e-5)
 
 
-def by_row():
-    """Each row of the state decays by its place in the leaf."""
-
-    def update(updates, state, params=None):
-        place = lambda x: jax.lax.broadcasted_iota(jnp.float32, x.shape, 0)  # noqa: E731
-        new = jax.tree.map(lambda m, u: (0.9 - place(m) / 100) * m + u, state, updates)
-        return jax.tree.map(lambda m: -1e-2 * m, new), new
-
-    return optax.GradientTransformation(lambda params: jax.tree.map(jnp.zeros_like, params), update)
-
-
-def test_chunks_know_the_place_of_their_rows_on_every_shard():
-    w = jnp.asarray(np.random.default_rng(0).standard_normal((256, 512), np.float32))
-    plain = by_row().update({"w": w}, by_row().init({"w": w}))[1]
-    grads = jax.device_put({"w": w}, NamedSharding(mesh_of(AxisType.Auto), P("tensor")))
-    tx = jo.offload(by_row(), min_bytes=0, window=2**17)
-    (leaf,) = jo.placement(tx, grads).leaves
-    assert leaf.streams == "4 chunks of axis 0"
-    state = tx.init(grads)
-    for _ in range(2):
-        _, state = jax.jit(tx.update)(grads, state, grads)
-    assert_close(state, by_row().update({"w": w}, plain)[1], 1e-6)
-
-
+SHAPE = (24, 16, 128)
 ANOTHER = "its next value is of another type or sharding"
-DIVIDES = "reshard divides its rows between devices"
-RESHARDED = {  # the state's sharding, that of its next value, that of the update; and how it streams
-    "onto a mesh": (None, ((1,), P()), None, f"whole: {ANOTHER}"),
-    "onto another mesh": (((1,), P()), ((1, 1), P()), None, f"whole: {ANOTHER}"),
-    "only the update, onto a mesh": (None, None, ((1,), P()), "24 chunks"),
-    "rows of the update divided": (((8,), P()), None, ((8,), P("a")), f"whole: {DIVIDES}"),
-    "columns of the update divided": (((8,), P()), None, ((8,), P(None, "a")), "24 chunks"),
-    "the update gathered": (((8,), P("a")), None, ((8,), P()), "3 chunks"),
-}
 
 
+def on(shape, *spec, axes=AxisType.Explicit):
+    return NamedSharding(mesh_of(axes, shape, ("a", "b")[: len(shape)]), P(*spec))
+
+
+ONE, EIGHT, ROWS, COLUMNS = on((1,)), on((8,)), on((8,), "a"), on((8,), None, "a")
+reshard = jax.sharding.reshard
+
+
+def momentum(m, u):
+    return 0.9 * m + u
+
+
+def by_row(m, u):
+    """Each row of the state grows by its place in the leaf."""
+    return momentum(m, u * jax.lax.broadcasted_iota(jnp.float32, m.shape, 0))
+
+
+def plus(made):
+    """What is made divided, and added to the state gathered."""
+    return lambda m, u: momentum(m, u) + reshard(made(), EIGHT)
+
+
+RESHARDED = {  # the state's sharding, its next value, the update of that; and how it streams
+    "onto a mesh": (None, lambda m, u: reshard(momentum(m, u), ONE), jnp.negative, f"whole: {ANOTHER}"),
+    "onto another mesh": (ONE, lambda m, u: reshard(momentum(m, u), on((1, 1))), jnp.negative, f"whole: {ANOTHER}"),
+    "only the update, onto a mesh": (None, momentum, lambda m: reshard(-m, ONE), "24 chunks"),
+    "rows of the update divided": (
+        EIGHT, momentum, lambda m: reshard(-m, ROWS), "whole: reshard divides its rows between devices"),
+    "columns of the update divided": (EIGHT, momentum, lambda m: reshard(-m, COLUMNS), "24 chunks"),
+    "the update gathered": (ROWS, momentum, lambda m: reshard(-m, EIGHT), "3 chunks"),
+    "made divided, by a broadcast": (
+        EIGHT, plus(lambda: jnp.full(SHAPE, 2.0, out_sharding=ROWS)), jnp.negative,
+        "whole: broadcast_in_dim divides its rows between devices"),
+    "made divided, by an iota": (
+        EIGHT, plus(lambda: jax.lax.broadcasted_iota(jnp.float32, SHAPE, 1, out_sharding=ROWS)), jnp.negative,
+        "whole: iota divides its rows between devices"),
+    "by the place of a row": (on((8,), "a", axes=AxisType.Auto), by_row, jnp.negative, "3 chunks"),
+}  # fmt: skip
+
+
+@pytest.mark.daily("each divides otherwise")
 @pytest.mark.parametrize("case", RESHARDED)
 def test_an_optimizer_that_reshards(case):
     """On a mesh with Explicit axes; the numbers and shardings are those of the resident state."""
-
-    def sharding(given):
-        if given is None:
-            return None
-        shape, spec = given
-        axes = (AxisType.Explicit,) * len(shape)
-        return NamedSharding(jax.make_mesh(shape, ("a", "b")[: len(shape)], axis_types=axes), spec)
-
-    def put(x, to):
-        return x if to is None else jax.sharding.reshard(x, to)
-
-    *given, streams = RESHARDED[case]
-    home, of_state, of_update = map(sharding, given)
+    home, following, update_of, streams = RESHARDED[case]
 
     def update(updates, state, params=None):
-        new = jax.tree.map(lambda m, u: put(0.9 * m + u, of_state), state, updates)
-        return jax.tree.map(lambda m: put(-1e-2 * m, of_update), new), new
+        new = jax.tree.map(following, state, updates)
+        return jax.tree.map(update_of, new), new
 
     inner = optax.GradientTransformation(lambda params: jax.tree.map(jnp.zeros_like, params), update)
-    w = np.random.default_rng(0).standard_normal((24, 16, 128), np.float32)
+    w = np.random.default_rng(0).standard_normal(SHAPE, np.float32)
     grads = jax.device_put({"w": w}, home or jax.devices()[0])
     tx = jo.offload(inner, min_bytes=0, window=1)
-    (leaf,) = jo.placement(tx, grads).leaves
-    assert leaf.streams.startswith(streams)
-    updates, state = jax.jit(tx.update)(grads, tx.init(grads), grads)
-    wanted = jax.jit(inner.update)(grads, inner.init(grads), grads)
+    with jax.set_mesh(EIGHT.mesh) if "made" in case else contextlib.nullcontext():
+        (leaf,) = jo.placement(tx, grads).leaves
+        assert leaf.streams.startswith(streams), leaf
+        updates, state = jax.jit(tx.update)(grads, tx.init(grads), grads)
+        wanted = jax.jit(inner.update)(grads, inner.init(grads), grads)
     assert_close((updates, state), wanted, 1e-6)
     assert state["w"].sharding.is_equivalent_to(wanted[1]["w"].sharding.with_memory_kind(HOST), 3)
     assert updates["w"].sharding.is_equivalent_to(wanted[0]["w"].sharding, 3)
-
-
-@pytest.mark.parametrize("made", ["broadcast_in_dim", "iota"])
-def test_rows_that_are_made_divided(made):
-    mesh = mesh_of(AxisType.Explicit, (8,), ("a",))
-    shape, divided = (24, 16, 128), NamedSharding(mesh, P("a"))
-
-    def update(updates, state, params=None):
-        numbers = jax.lax.broadcasted_iota(jnp.float32, shape, 1, out_sharding=divided)
-        added = numbers if made == "iota" else jnp.full(shape, 2.0, out_sharding=divided)
-        return updates, {"w": state["w"] + jax.sharding.reshard(added, P())}
-
-    inner = optax.GradientTransformation(lambda params: jax.tree.map(jnp.zeros_like, params), update)
-    grads = jax.device_put({"w": np.ones(shape, np.float32)}, NamedSharding(mesh, P()))
-    tx = jo.offload(inner, min_bytes=0, window=1)
-    with jax.set_mesh(mesh):
-        (leaf,) = jo.placement(tx, grads).leaves
-        assert leaf.streams.startswith(f"whole: {made} divides its rows between devices")
-        assert_close(jax.jit(tx.update)(grads, tx.init(grads), grads), inner.update(grads, inner.init(grads)), 0)
 
 
 def test_the_table_says_which_axis_and_why_none():
