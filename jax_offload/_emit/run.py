@@ -26,7 +26,7 @@ from jax_offload._program.jaxprs import (
 )
 from jax_offload._program.memory import constrained, is_host_aval, padded, to_device, to_host, typed_sharding, zeros
 from jax_offload._program.primitives import gate, opaque, read_once, written_after
-from jax_offload._program.program import numbered, structure
+from jax_offload._program.program import structures
 from jax_offload._program.rules import Dim, Partial, Rows, run_chunk
 from jax_offload._program.slices import Slice
 from jax_offload._schedule.schedule import Gate, Planned, RowWise, Schedule, tiles
@@ -66,7 +66,7 @@ class Buffers:
     shards: int = 1
     laid_out: Callable[[Var, Any], Any] = lambda _, x: x
     kinds: dict[Hashable, Callable[..., list[Any]]] = dataclasses.field(default_factory=dict)
-    key_of: Callable[[Any], Hashable] = dataclasses.field(default_factory=numbered)
+    structure: Callable[[Any], Hashable] = dataclasses.field(default_factory=structures)
 
     def read(self, v: Var, x: Any, start: Any, n: int = 1) -> Any:
         """``n`` rows of each shard of ``x``, which is the array ``v``.
@@ -135,7 +135,7 @@ class Buffers:
           All new rows; and the rows of host leaves, which are not stored yet.
         """
         jaxpr = s.core.jaxpr
-        kind = structure(jaxpr, self.key_of), how.dims, how.where, n
+        kind = self.structure(jaxpr), how.dims, how.where, n
 
         def update_rows(start: Any, *given: Any) -> list[Any]:  # the name that profiles show
             return run_chunk(jaxpr, how.dims, how.where, row_indices(how.where.size, start, n, self.shards), *given)
@@ -355,8 +355,8 @@ def runner(planned: Sequence[Planned], names: Names, *, lowered: bool = False) -
       names: the names of the state's leaves, and of their next values.
       lowered: whether neither ``vmap`` nor a derivative sees the slices.
     """
-    key_of = numbered()
-    kind_of = {id(p): structure(p.slice.jaxpr, key_of) for p in planned if not p.in_chunks}
+    structure = structures()
+    kind_of = {id(p): structure(p.slice.jaxpr) for p in planned if not p.in_chunks}
     times = Counter(kind_of.values())
     kinds = dict[Hashable, tuple[Callable[..., list[Any]], Sequence[int]]]()  # with the places of the loaded operands
 

@@ -28,7 +28,7 @@ from jax_offload._program.jaxprs import ClosedJaxpr, Equation, Jaxpr, Literal, V
 from jax_offload._program.memory import DEVICE_KIND, HOST_KIND, is_host_aval, on_host, to_host, with_kind
 from jax_offload._program.primitives import guarded, opaque, together
 from jax_offload._program.private import without_dead_code
-from jax_offload._program.program import Builder, flat, is_load, is_store, numbered, structure, unguarded
+from jax_offload._program.program import Builder, flat, is_load, is_store, structures, unguarded
 from jax_offload._program.propagate import Node
 from jax_offload._rewrite.canonical import dereferenced
 from jax_offload._rewrite.rewritten import check_order, is_driven, tell
@@ -65,7 +65,7 @@ class Driven:
         program = dereferenced(flat(step, any_jit=True), any_jit=True)
         self.files = stages.files_of(unguarded(program), args)
         found, self._options = stages.staged(self.files), options
-        self._compiled, self._key_of = dict[Hashable, Callable[..., Any]](), numbered()
+        self._compiled, self._structure = dict[Hashable, Callable[..., Any]](), structures()
         read = {*found.results, *(v for stage in found.stages for v in stage.inputs)}
         placed = places_of([x if v in read else None for v, x in zip(found.arguments, args, strict=False)])
         own = found.arguments[: len(placed)]
@@ -209,7 +209,7 @@ class Driven:
         jaxpr, n, places = stage.jaxpr, len(stage.outputs), self.result_places(stage)
         made = [*stage.outputs, *stage.down]
         turns = [made.index(v) for v in self._step.in_turn if v in made]
-        key = structure(jaxpr, self._key_of), stage.name, n, stage.reused, tuple(places), tuple(turns)
+        key = self._structure(jaxpr), stage.name, n, stage.reused, tuple(places), tuple(turns)
         if key not in self._compiled:
             run = jax_fun(ClosedJaxpr(_sending_rows(jaxpr, n) if len(self._devices) == 1 else jaxpr, []))
 

@@ -260,7 +260,8 @@ def holds(eqn: Equation, which: Callable[[Equation], bool]) -> bool:
 
 def holds_inside(eqn: Equation, which: Callable[[Equation], bool]) -> bool:
     """Whether ``which`` holds for an equation that another one runs."""
-    return any(holds(each, which) for inner in inner_of(eqn) for each in inner.jaxpr.eqns)
+    runs = not _RUNS.isdisjoint(eqn.params)
+    return runs and any(holds(each, which) for inner in inner_of(eqn) for each in inner.jaxpr.eqns)
 
 
 def branches_of(eqn: Equation) -> tuple[ClosedJaxpr, ...]:

@@ -144,10 +144,6 @@ def mark_of(x: Any) -> Any:
     return eqn.params["says"].what if eqn is not None and eqn.primitive is _mark else None
 
 
-def is_mark(eqn: Equation) -> bool:
-    return eqn.primitive is _mark
-
-
 def marks_in(step: ClosedJaxpr) -> dict[Var, Any]:
     """Map each marked variable at the top of a closed jaxpr to its mark."""
     return {eqn.outvars[0]: eqn.params["says"].what for eqn in step.jaxpr.eqns if eqn.primitive is _mark}
@@ -311,11 +307,8 @@ def _lower(context: Any, *values: Any, names: tuple[str, ...], home: Home, where
     return list(values)
 
 
-_guard = identity_primitive("jax_offload_donation", _lower)
-
-
-def is_guard(eqn: Equation) -> bool:
-    return eqn.primitive is _guard
+GUARD = "jax_offload_donation"
+_guard = identity_primitive(GUARD, _lower)
 
 
 def guarded(

@@ -5,11 +5,9 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-import operator
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import nullcontext
-from types import MappingProxyType
-from typing import Any, Self, cast
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
@@ -17,38 +15,36 @@ import numpy as np
 from jax.extend import source_info_util
 
 from jax_offload._program.jaxprs import (
-    AXES,
     Atom,
     ClosedJaxpr,
     DebugInfo,
-    DropVar,
     Equation,
     Jaxpr,
     Literal,
     Var,
     branches_of,
     called_by,
-    effects_of,
     inner_of,
     jaxpr_like,
     jaxpr_of,
     nameless,
     renamed,
+    run_equation,
     says_nothing_of_placement,
     variables,
     with_jaxprs,
 )
-from jax_offload._program.memory import Shards, Space, is_host_aval, to_device, to_host, zeros
+from jax_offload._program.memory import Shards, Space, is_host_aval, on_host, to_device, to_host, zeros
 from jax_offload._program.primitives import (
     CHEAP,
     CHECKPOINT,
+    GUARD,
+    MARK,
     PLACED,
     can_be_cut,
     equation_of_together,
     is_cheap,
     is_composite,
-    is_guard,
-    is_mark,
 )
 from jax_offload._program.private import without_dead_code
 from jax_offload._program.propagate import needed_for
@@ -77,15 +73,14 @@ class Program:
     def placing_equations(self) -> Jaxpr:
         """The equations that jax looks for before it lowers: transfers, shardings, callbacks. jax goes through all
         equations four times for that, and most are arithmetic."""
-        eqns = [eqn for eqn in self.eqns if eqn.primitive.name in PLACED or not is_cheap(eqn)]
-        return Jaxpr([], read_from_outside(eqns), [], eqns, self.effects, nameless(self.debug_info))
+        eqns = [eqn for eqn in self.eqns if eqn.primitive.name in PLACED or eqn.primitive.name not in CHEAP]
+        return Jaxpr([], [], [], eqns, self.effects, nameless(self.debug_info))
 
     @functools.cached_property
     def jaxpr(self) -> Jaxpr:
         """The program as an open jaxpr."""
-        n = len(self.consts)
-        inputs = self.inputs[:n], self.inputs[n:]
-        return Jaxpr(*inputs, self.outputs, self.eqns, self.effects, nameless(self.debug_info))
+        n, debug_info = len(self.consts), nameless(self.debug_info)
+        return Jaxpr(self.inputs[:n], self.inputs[n:], self.outputs, self.eqns, self.effects, debug_info)
 
     @property
     def closed(self) -> ClosedJaxpr:
@@ -94,31 +89,134 @@ class Program:
 
     def only(self, used: Sequence[bool]) -> tuple[list[bool], Self]:
         """Reduce a program without constants to some results; return the inputs that it needs, and the program."""
-        if all(used):  # jax's own way goes into every equation, and takes twice as long
-            eqns, read = needed_for(self.eqns, variables(self.outputs), kept=lambda eqn: bool(eqn.effects))
-            if not any(map(can_be_cut, eqns)):
-                needed, inputs = [v in read for v in self.inputs], [v for v in self.inputs if v in read]
-                same = len(eqns) == len(self.eqns) and all(needed)
-                return needed, self if same else dataclasses.replace(self, inputs=inputs, eqns=eqns)
-        jaxpr, needed = without_dead_code(self.jaxpr, used)
-        inputs, eqns = list(jaxpr.invars), list(jaxpr.eqns)
-        return needed, dataclasses.replace(self, inputs=inputs, outputs=list(jaxpr.outvars), eqns=eqns)
+        if any(map(can_be_cut, self.eqns)):
+            jaxpr, needed = without_dead_code(self.jaxpr, used)
+            eqns, outputs = jaxpr.eqns, jaxpr.outvars
+        else:  # jax's own way goes into every equation, and takes twice as long
+            outputs = [*itertools.compress(self.outputs, used)]
+            eqns, read = needed_for(self.eqns, variables(outputs), kept=lambda eqn: bool(eqn.effects))
+            needed = [v in read for v in self.inputs]
+        inputs = [*itertools.compress(self.inputs, needed)]
+        return needed, dataclasses.replace(self, inputs=inputs, outputs=outputs, eqns=eqns)
 
 
-def read_from_outside(
-    eqns: Sequence[Equation], outputs: Iterable[Atom] = (), given: Set[Var] = frozenset()
-) -> list[Var]:
-    """The variables that equations and outputs read, and that the equations do not make; ``given`` come from others."""
-    made = {v for eqn in eqns for v in eqn.outvars} - given
-    read = dict.fromkeys(v for atoms in (*(eqn.invars for eqn in eqns), outputs) for v in variables(atoms))
-    return [v for v in read if v not in made]
+@dataclasses.dataclass
+class Builder:
+    """Equations that are being put together.
+
+    Attributes:
+      eqns: the equations so far.
+      names: variable -> the value that stands for it.
+      renews: whether the equations that it follows get new variables as results.
+    """
+
+    eqns: list[Equation] = dataclasses.field(default_factory=list[Equation])
+    names: dict[Var, Atom] = dataclasses.field(default_factory=dict[Var, Atom])
+    renews: bool = False
+
+    def read(self, atoms: Iterable[Atom]) -> list[Atom]:
+        """The values that stand for these."""
+        names = self.names
+        return [v if isinstance(v, Literal) else names.get(v, v) for v in atoms] if names else [*atoms]
+
+    def put(self, eqn: Equation, operands: list[Atom] | None = None) -> None:
+        """Append an equation, which keeps its results. ``operands``: the values that stand for its operands."""
+        operands = self.read(eqn.invars) if operands is None else operands
+        self.eqns.append(eqn if operands == eqn.invars else eqn.replace(invars=operands))
+
+    def copy(self, *eqns: Equation, results: Mapping[Var, Var] | None = None, line: Any = None) -> list[Equation]:
+        """Append equations, whose results become ``results`` or else new variables; return all equations.
+
+        ``line``: the traceback of all of them; by default each keeps its own.
+        """
+        known = results or {}
+        for eqn in eqns:
+            outvars = [known.get(v) or type(v)(v.aval) for v in eqn.outvars]
+            source = eqn.source_info.replace(traceback=line) if line else eqn.source_info
+            self.eqns.append(eqn.replace(invars=self.read(eqn.invars), outvars=outvars, source_info=source))
+            self.names.update(zip(eqn.outvars, outvars, strict=True))
+        return self.eqns
+
+    def inside(self, program: Program, operands: Sequence[Atom]) -> Builder:
+        """Return a builder that appends to the same equations, and knows a program's inputs by these operands."""
+        consts = [Literal(x, v.aval) for v, x in zip(program.inputs, program.consts, strict=False)]
+        return Builder(self.eqns, dict(zip(program.inputs, [*consts, *operands], strict=True)), renews=True)
+
+    def follow(self, eqns: Iterable[Equation], rebuild: Rebuild | None = None, of: Set[str] | None = None) -> Builder:
+        """Append equations, or what takes the place of those whose primitives have these names; return the builder."""
+        for eqn in eqns:
+            operands = self.read(eqn.invars)
+            named = of is None or eqn.primitive.name in of
+            results = rebuild(self, eqn, operands) if rebuild is not None and named else None
+            if results is not None:
+                self.names.update(zip(eqn.outvars, results, strict=True))
+            elif self.renews:
+                self.copy(eqn)
+            else:
+                self.put(eqn, operands)
+        return self
+
+    def call(self, program: Program, operands: Sequence[Atom], rebuild: Rebuild | None = None) -> list[Atom]:
+        """Append a program's equations for these operands, or what takes their place; return its results."""
+        return self.inside(program, operands).follow(program.eqns, rebuild).read(program.outputs)
+
+    def run(self, fun: Callable[..., Any], *operands: Atom, like: Equation | None = None) -> list[Atom]:
+        """Append the equations of ``fun`` for these operands; return its results.
+
+        ``like``: an equation from the same line of the user's program.
+        """
+        with source_info_util.user_context(like.source_info.traceback) if like else nullcontext():
+            return self.call(flat(jaxpr_of(fun, *(v.aval for v in operands))[0]), operands)
+
+
+# Given the builder, an equation and its operands, the results that replace the equation's; ``None``: it stays.
+Rebuild = Callable[[Builder, Equation, list[Atom]], Sequence[Atom] | None]
+
+
+def rebuilt(program: Program, rebuild: Rebuild, of: Set[str] | None = None) -> Program:
+    """Return a program in which others take the place of some equations; only of primitives ``of`` these names."""
+    if of is not None and not any(eqn.primitive.name in of for eqn in program.eqns):
+        return program
+    new = Builder().follow(program.eqns, rebuild, of)
+    return dataclasses.replace(program, eqns=new.eqns, outputs=new.read(program.outputs))
+
+
+def expanded(jaxpr: Jaxpr, expand: Callable[[Equation], Program | None]) -> Jaxpr:
+    """An open jaxpr with programs in the place of equations, also inside others; itself where there are none.
+
+    ``expand``: returns the program that takes an equation's place.
+    """
+
+    def rebuild(new: Builder, eqn: Equation, operands: list[Atom]) -> Sequence[Atom] | None:
+        if (program := expand(eqn)) is not None:
+            return new.call(program, operands)
+        if eqn.primitive.name in CHEAP:  # the search in its parameters would take longer than all else
+            return None
+        params = with_jaxprs(eqn.params, lambda inner: expanded(inner, expand))
+        new.put(eqn if params is eqn.params else eqn.replace(params=params), operands)
+        return eqn.outvars
+
+    new = Builder().follow(jaxpr.eqns, rebuild)
+    return jaxpr if new.eqns == jaxpr.eqns else jaxpr_like(jaxpr, new.eqns, new.read(jaxpr.outvars))
+
+
+def decomposed(eqns: Iterable[Equation]) -> list[Equation]:
+    """The equations, composite ones as those that they stand for, of the same operands and results."""
+    new = Builder()
+    for eqn in eqns:
+        if is_composite(eqn):
+            program = flat(called_by(eqn))
+            results = dict(zip(variables(program.outputs), eqn.outvars, strict=True))
+            new.inside(program, eqn.invars).copy(*program.eqns, results=results)
+        else:
+            new.put(eqn)
+    return new.eqns
 
 
 def as_program(jaxpr: ClosedJaxpr) -> Program:
     """Return a closed jaxpr as a program with the same equations; nothing is inlined."""
-    inner = jaxpr.jaxpr
-    inputs = [*inner.constvars, *inner.invars]
-    return Program(inputs, list(inner.outvars), list(inner.eqns), list(jaxpr.consts), inner.debug_info)
+    of = jaxpr.jaxpr
+    return Program([*of.constvars, *of.invars], [*of.outvars], [*of.eqns], [*jaxpr.consts], of.debug_info)
 
 
 def flat(
@@ -137,168 +235,68 @@ def flat(
         a program that is read and does not run.
       opens: whether a ``jax.checkpoint`` is inlined, behind the barrier that keeps recomputed values apart.
     """
-    eqns: list[Equation] = []
-    consts: list[Any] = list(step.consts)
-    const_vars: list[Var] = list(step.jaxpr.constvars)
 
-    def walk(jaxpr: Jaxpr, names: dict[Var, Atom], nested: bool) -> list[Atom]:
-        own = Builder(eqns, names)
-        for eqn in jaxpr.eqns:
-            ins = own.read(eqn.invars)
-            inner = _run_once(eqn) if any_call else _inlinable(eqn, ins, any_jit)
-            if inner is None and eqn.primitive.name in CHECKPOINT and opens(eqn):
-                inner = ClosedJaxpr(eqn.params["jaxpr"], [])
-                apart = kept_apart(eqn) if eqn.params["differentiated"] else ()
-                if behind := {v: Var(v.aval) for v in variables(itertools.compress(ins, apart))}:
-                    eqns.append(equation_of_together(behind))
-                    ins = [renamed(behind, v) for v in ins]
-            if inner is not None:
-                ins = ins[len(ins) - len(inner.jaxpr.invars) :]  # without a cond's index
-                # the same inner jaxpr may be called many times: its constants and variables get new names each time
-                consts_here = [Var(v.aval) for v in inner.jaxpr.constvars]
-                const_vars.extend(consts_here)
-                consts.extend(inner.consts)
-                scope = dict(zip([*inner.jaxpr.constvars, *inner.jaxpr.invars], [*consts_here, *ins], strict=True))
-                own.names.update(zip(eqn.outvars, walk(inner.jaxpr, scope, True), strict=True))
-                continue
-            if nested:
-                own.copy(eqn)
-            else:
-                own.put(eqn, ins)
-            if len(ins) > 1 and eqn.primitive.name == "device_put":
-                eqns.extend(_leaf_by_leaf(eqns.pop()))
-        return own.read(jaxpr.outvars)
+    def called(eqn: Equation, operands: list[Atom]) -> ClosedJaxpr | None:
+        name = eqn.primitive.name
+        if name == "cond":  # whose branch may be known, such as in a ``MultiSteps`` that never skips
+            return branches_of(eqn)[int(index.val)] if isinstance(index := operands[0], Literal) else None
+        plain = name in ("jit", "pjit") and not is_composite(eqn) and (any_jit or says_nothing_of_placement(eqn))
+        once = name in CHECKPOINT and opens(eqn)
+        if any_call and name not in ("scan", "while"):
+            once = [len(inner.jaxpr.outvars) for inner in inner_of(eqn)][:1] == [len(eqn.outvars)]
+        if not (plain or once or name in ("eval_jaxpr", "closed_call")):  # of mutable arrays, and of a backward pass
+            return None
+        found: Any = called_by(eqn)
+        return found if hasattr(found, "consts") else ClosedJaxpr(found, [])  # a checkpoint's jaxpr is open
 
-    outputs = walk(step.jaxpr, {}, False)
-    return Program([*const_vars, *step.jaxpr.invars], outputs, eqns, consts, step.jaxpr.debug_info)
+    def inline(new: Builder, eqn: Equation, operands: list[Atom]) -> Sequence[Atom] | None:
+        if eqn.primitive.name == "device_put" and len(operands) > 1:
+            new.follow(_leaf_by_leaf(eqn), inline)
+            return new.read(eqn.outvars)
+        if eqn.primitive.name in CHEAP or (jaxpr := called(eqn, operands)) is None:
+            return None
+        if eqn.primitive.name in CHECKPOINT and not any_call:
+            pairs = zip(operands, kept_apart(eqn), strict=True)
+            apart = {v: Var(v.aval) for v in variables(v for v, kept in pairs if kept)}
+            new.eqns += [equation_of_together(apart)] if apart else []
+            operands = [renamed(apart, v) for v in operands]
+        given = operands[len(operands) - len(jaxpr.jaxpr.invars) :]  # without the number of a branch
+        return new.call(as_program(jaxpr), given, inline)
 
-
-def kept_apart(eqn: Equation) -> Sequence[bool]:
-    """For each operand of a ``jax.checkpoint``, whether jax puts it behind a barrier where values are recomputed."""
-    said: bool | tuple[bool, ...] = eqn.params["prevent_cse"]
-    return said if isinstance(said, tuple) else (said,) * len(eqn.invars)
+    return rebuilt(as_program(step), inline)
 
 
 def _leaf_by_leaf(eqn: Equation) -> Iterator[Equation]:
     """Split the move of a whole tree into moves of its leaves, each with its own place."""
-    of_leaf: dict[Any, dict[str, Any]] = {}  # a handful of ways, for hundreds of leaves
-    for v, out, *said in zip(eqn.invars, eqn.outvars, *eqn.params.values(), strict=True):
-        params = of_leaf.setdefault(tuple(map(id, said)), {k: (x,) for k, x in zip(eqn.params, said, strict=True)})
-        yield eqn.replace(invars=[v], outvars=[out], params=params)
+    ways = dict[Hashable, dict[str, Any]]()  # a handful, for hundreds of leaves
+    for k, (x, v) in enumerate(zip(eqn.invars, eqn.outvars, strict=True)):
+        way = {name: each[k : k + 1] for name, each in eqn.params.items()}
+        yield eqn.replace(invars=[x], outvars=[v], params=ways.setdefault((*way.values(),), way))
 
 
-@dataclasses.dataclass
-class Builder:
-    """Equations that are being put together.
-
-    Attributes:
-      eqns: the equations so far.
-      names: variable -> the value that stands for it.
-    """
-
-    eqns: list[Equation] = dataclasses.field(default_factory=list[Equation])
-    names: dict[Var, Atom] = dataclasses.field(default_factory=dict[Var, Atom])
-
-    def read(self, atoms: Iterable[Atom]) -> list[Atom]:
-        """The values that stand for these."""
-        names = self.names
-        return [v if isinstance(v, Literal) else names.get(v, v) for v in atoms] if names else [*atoms]
-
-    def put(self, eqn: Equation, operands: list[Atom] | None = None) -> None:
-        """Append an equation, which keeps its results. ``operands``: the values that stand for its operands."""
-        ins = self.read(eqn.invars) if operands is None else operands
-        self.eqns.append(eqn if all(map(operator.is_, ins, eqn.invars)) else eqn.replace(invars=ins))
-
-    def copy(
-        self, *eqns: Equation, results: Mapping[Var, Var] = MappingProxyType({}), line: Any = None
-    ) -> list[Equation]:
-        """Append equations, whose results become ``results`` or else new variables; return all equations.
-
-        ``line``: the traceback of all of them; by default each keeps its own.
-        """
-        for eqn in eqns:
-            outs = [v if isinstance(v, DropVar) else results.get(v) or Var(v.aval) for v in eqn.outvars]
-            source = eqn.source_info if line is None else eqn.source_info.replace(traceback=line)
-            self.eqns.append(eqn.replace(invars=self.read(eqn.invars), outvars=outs, source_info=source))
-            self.names.update(zip(eqn.outvars, outs, strict=True))
-        return self.eqns
-
-    def inside(self, program: Program, operands: Sequence[Atom]) -> Builder:
-        """Return a builder that appends to the same equations, and knows a program's inputs by these operands."""
-        consts = [Literal(x, v.aval) for x, v in zip(program.consts, program.inputs, strict=False)]
-        return Builder(self.eqns, dict(zip(program.inputs, [*consts, *operands], strict=True)))
-
-    def call(self, program: Program, operands: Sequence[Atom]) -> list[Atom]:
-        """Append a program's equations for these operands; return its results."""
-        inner = self.inside(program, operands)
-        inner.copy(*program.eqns)
-        return inner.read(program.outputs)
-
-    def run(self, fun: Callable[..., Any], *operands: Atom, like: Equation | None = None) -> list[Atom]:
-        """Append the equations of ``fun`` for these operands; return its results.
-
-        ``like``: an equation from the same line of the user's program.
-        """
-        line = nullcontext() if like is None else source_info_util.user_context(like.source_info.traceback)
-        with line:
-            return self.call(flat(jaxpr_of(fun, *(v.aval for v in operands))[0]), operands)
+def kept_apart(eqn: Equation) -> Sequence[bool]:
+    """For each operand of a ``jax.checkpoint``, whether jax puts it behind a barrier where values are recomputed."""
+    said: bool | tuple[bool, ...] = eqn.params["differentiated"] and eqn.params["prevent_cse"]
+    return said if isinstance(said, tuple) else [said] * len(eqn.invars)
 
 
-# Given the builder, an equation and its operands, the results that replace the equation's; ``None``: it stays.
-Rebuild = Callable[[Builder, Equation, list[Atom]], Sequence[Atom] | None]
+# ---- moves between memories
 
 
-def rebuilt(program: Program, rebuild: Rebuild) -> Program:
-    """Return a program in which other equations take the place of some."""
-    new = Builder()
-    for eqn in program.eqns:
-        if (results := rebuild(new, eqn, operands := new.read(eqn.invars))) is None:
-            new.put(eqn, operands)
-        else:
-            new.names.update(zip(eqn.outvars, results, strict=True))
-    return dataclasses.replace(program, eqns=new.eqns, outputs=new.read(program.outputs))
+def _is_move(eqn: Equation, to_host: bool) -> bool:
+    if eqn.primitive.name != "device_put" or not isinstance(eqn.params["devices"][0], Space):
+        return False
+    return is_host_aval(eqn.invars[0].aval) != to_host and is_host_aval(eqn.outvars[0].aval) == to_host
 
 
-def replaced(program: Program, this: Equation, run: Callable[..., Any]) -> Program:
-    """``program`` with ``run`` in the place of an equation, of the same operands and results."""
-    return rebuilt(program, lambda new, eqn, ins: new.run(run, *ins, like=eqn) if eqn is this else None)
+def is_load(eqn: Equation) -> bool:
+    """Whether an equation moves a value from host memory to the device."""
+    return _is_move(eqn, to_host=False)
 
 
-def expanded(jaxpr: Jaxpr, expand: Callable[[Equation], Program | None]) -> Jaxpr:
-    """An open jaxpr with programs in the place of equations, also inside others; itself where there are none.
-
-    ``expand``: returns the program that takes an equation's place.
-    """
-    new = Builder()
-    for eqn in jaxpr.eqns:
-        if (program := expand(eqn)) is not None:
-            new.names.update(zip(eqn.outvars, new.call(program, new.read(eqn.invars)), strict=True))
-            continue
-        cheap = eqn.primitive.name in CHEAP  # for these the search in the parameters would take longer than all else
-        params = eqn.params if cheap else with_jaxprs(eqn.params, lambda inner: expanded(inner, expand))
-        new.put(eqn if params is eqn.params else eqn.replace(params=params))
-    same = len(new.eqns) == len(jaxpr.eqns) and all(map(operator.is_, new.eqns, jaxpr.eqns))
-    return jaxpr if same else jaxpr_like(jaxpr, new.eqns, new.read(jaxpr.outvars))
-
-
-def decomposed(eqns: Iterable[Equation]) -> list[Equation]:
-    """The equations, composite ones as those that they stand for, of the same operands and results."""
-    new = Builder()
-    for eqn in eqns:
-        if is_composite(eqn):
-            inner = flat(called_by(eqn))
-            results = dict(zip(variables(inner.outputs), eqn.outvars, strict=True))
-            new.inside(inner, eqn.invars).copy(*inner.eqns, results=results)
-        else:
-            new.put(eqn)
-    return new.eqns
-
-
-def without_effects_of_axes(program: Program) -> Program:
-    """Drop the effects that jax records for collectives inside ``shard_map``: their order is free."""
-    eqns = [eqn.replace(effects=frozenset(e for e in eqn.effects if type(e) not in effects_of(AXES)))
-            if eqn.effects else eqn for eqn in program.eqns]  # fmt: skip
-    return dataclasses.replace(program, eqns=eqns)
+def is_store(eqn: Equation) -> bool:
+    """Whether an equation moves a value from the device to host memory."""
+    return _is_move(eqn, to_host=True)
 
 
 def without_round_trips(program: Program) -> Program:
@@ -308,128 +306,71 @@ def without_round_trips(program: Program) -> Program:
     sharding that it was just put into: an offload and one inside it both do that. A value loaded twice is loaded once.
     A mark does nothing.
     """
-    moved_from: dict[Var, Atom] = {}  # result of a move between memories -> its operand
-    loaded: dict[Var, Var] = {}  # values in host memory -> the same on the device
-    constrained: dict[Var, Any] = {}  # result of a sharding constraint -> the sharding
+    same = dict[Atom, list[Var]]()  # a value -> the same in the other memory
+    placed = dict[Atom, Any]()  # result of a sharding constraint -> the sharding
 
-    def known(_: Builder, eqn: Equation, ins: list[Atom]) -> Sequence[Atom] | None:
-        if is_mark(eqn):
-            return ins
-        if _is_move(eqn):
-            (out,), x = eqn.outvars, ins[0]
-            moved_from[out] = origin = x if isinstance(x, Literal) else moved_from.get(x, x)
-            if isinstance(origin, Var) and origin.aval == out.aval and origin is not x:
-                return [origin]
-            if isinstance(x, Var) and is_host_aval(x.aval) and not is_host_aval(out.aval):
-                if x in loaded and loaded[x].aval == out.aval:
-                    return [loaded[x]]
-                loaded[x] = out
-        elif eqn.primitive.name in ("sharding_constraint", "reshard"):
-            (out,), x, said = eqn.outvars, ins[0], (eqn.params, eqn.outvars[0].aval)
-            if isinstance(x, Var) and constrained.get(x) == said:
-                return [x]
-            constrained[out] = said
+    def rebuild(_: Builder, eqn: Equation, operands: list[Atom]) -> Sequence[Atom] | None:
+        (x,), (v,) = operands, eqn.outvars
+        if eqn.primitive.name == MARK:
+            return operands
+        if isinstance(x, Literal):
+            return None
+        if is_load(eqn) or is_store(eqn):
+            if found := [y for y in same.get(x, ()) if y.aval == v.aval]:
+                return found[:1]
+            same[v] = [x]
+            if is_load(eqn):
+                same.setdefault(x, []).append(v)
+        elif eqn.primitive.name != "device_put":  # a sharding
+            if placed.get(x) == (eqn.params, v.aval):
+                return operands
+            placed[v] = eqn.params, v.aval
         return None
 
-    return rebuilt(program, known)
+    return rebuilt(program, rebuild, {*PLACED, MARK})
 
 
-def _is_move(eqn: Equation) -> bool:
-    return eqn.primitive.name == "device_put" and all(isinstance(d, Space) for d in eqn.params["devices"])
-
-
-def is_load(eqn: Equation) -> bool:
-    """Whether an equation moves a value from host memory to the device."""
-    return _is_move(eqn) and is_host_aval(eqn.invars[0].aval) and not is_host_aval(eqn.outvars[0].aval)
-
-
-def load_of(store: Equation) -> Equation:
-    """The equation that loads what another equation has stored."""
-    (h,), (v,) = store.outvars, store.invars
-    (load,) = jaxpr_of(to_device, h.aval)[0].jaxpr.eqns
-    return load.replace(invars=[h], outvars=[cast(Var, v)])
-
-
-def is_store(eqn: Equation) -> bool:
-    """Whether an equation moves a value from the device to host memory."""
-    return _is_move(eqn) and is_host_aval(eqn.outvars[0].aval) and not is_host_aval(eqn.invars[0].aval)
-
-
-def _run_once(eqn: Equation) -> ClosedJaxpr | None:
-    """The jaxpr that an equation runs once, where its inputs and results are the equation's."""
-    inner = [] if eqn.primitive.name in ("cond", "while", "scan") else inner_of(eqn)
-    if not inner or len(inner[0].jaxpr.outvars) != len(eqn.outvars):
-        return None
-    called: Any = called_by(eqn)
-    return called if hasattr(called, "consts") else ClosedJaxpr(called, [])  # a checkpoint's jaxpr is open
-
-
-def _inlinable(eqn: Equation, operands: list[Atom], any_jit: bool) -> ClosedJaxpr | None:
-    """The jaxpr of a nested ``jit`` that says nothing about placement, or of a ``cond`` whose branch is known.
-
-    optax and jnp put the former around helpers; ``MultiSteps`` that never skips is the latter.
-    """
-    if eqn.primitive.name == "cond" and isinstance(operands[0], Literal):
-        return branches_of(eqn)[int(operands[0].val)]
-    if eqn.primitive.name in ("eval_jaxpr", "closed_call"):  # of a backward pass, and of mutable arrays
-        return called_by(eqn)
-    if eqn.primitive.name not in ("jit", "pjit"):
-        return None
-    inlined = not is_composite(eqn) and (any_jit or says_nothing_of_placement(eqn))
-    return called_by(eqn) if inlined else None
+def unguarded(program: Program) -> Program:
+    """The program without its donation guards, because whoever jits its parts adds guards again."""
+    return rebuilt(program, lambda new, eqn, operands: operands, {GUARD})
 
 
 # ---- programs that do the same
 
 
-def structure(jaxpr: Jaxpr, key_of: Callable[[Any], Hashable] | None = None) -> Hashable:
-    """Equal for jaxprs that differ in the names of variables only.
+def structures() -> Callable[[Jaxpr], Hashable]:
+    """A function that returns equal keys for jaxprs that differ in the names of variables only.
 
-    ``key_of``: of types, settings and parameters; for many jaxprs one of ``numbered``.
+    It hashes each type, setting and parameter once, because equations share them, and jax takes as long to hash a type
+    as this takes for the rest of an equation. One that is not hashable, such as an array, equals only itself.
     """
-    key_of, named = key_of or _hashable, {v: k for k, v in enumerate(jaxpr.invars)}
-
-    def read(v: Atom) -> Hashable:
-        return (key_of(v.aval), np.asarray(v.val).tobytes()) if isinstance(v, Literal) else named[v]
-
-    found: list[Hashable] = [key_of(v.aval) for v in jaxpr.invars]
-    for eqn in jaxpr.eqns:
-        found += [eqn.primitive, key_of(eqn.ctx), len(eqn.invars), *[read(v) for v in eqn.invars]]
-        for name, value in eqn.params.items():
-            found += [name, key_of(value)]
-        for v in eqn.outvars:
-            found.append(key_of(v.aval))
-            named[v] = len(named)
-    return (*found, *[read(v) for v in jaxpr.outvars])
-
-
-def numbered() -> Callable[[Any], Hashable]:
-    """A function that gives equal objects one number, and hashes each object once. A program's equations share types
-    and parameters, and jax takes as long to hash a type as this takes for the rest of an equation."""
-    indices: dict[Hashable, int] = {}
-    known: dict[int, tuple[Any, int]] = {}  # with the object itself, so that nothing else gets its id
+    numbers = dict[Hashable, int]()
+    known = dict[int, tuple[int, Any]]()  # with the object itself, so that nothing else gets its id
 
     def number(x: Any) -> int:
-        if (found := known.get(id(x))) is None:
-            found = known[id(x)] = x, indices.setdefault((x.__class__, _hashable(x)), len(indices))
-        return found[1]
+        if id(x) not in known:
+            try:
+                known[id(x)] = numbers.setdefault((x.__class__, x), len(numbers)), x
+            except TypeError:
+                known[id(x)] = numbers.setdefault(id(x), len(numbers)), x
+        return known[id(x)][0]
 
-    return number
+    def structure(jaxpr: Jaxpr) -> Hashable:
+        names = {v: k for k, v in enumerate(jaxpr.invars)}
+        found: list[Hashable] = [number(v.aval) for v in jaxpr.invars]
 
+        def read(v: Atom) -> Hashable:
+            return (number(v.aval), np.asarray(v.val).tobytes()) if isinstance(v, Literal) else names[v]
 
-def _hashable(value: Any) -> Hashable:
-    """Return a key for ``value``; a value that is not hashable, such as a jaxpr with arrays, equals only itself."""
-    try:
-        hash(value)
-    except TypeError:
-        return id(value)
-    return value
+        for eqn in jaxpr.eqns:
+            found += [eqn.primitive, number(eqn.ctx), *eqn.params, *map(number, eqn.params.values())]
+            found += [len(eqn.invars), *map(read, eqn.invars)]
+            for v in eqn.outvars:
+                found.append(number(v.aval))
+                names[v] = len(names)
+        return (*found, *map(read, jaxpr.outvars))
 
-
-def unguarded(program: Program) -> Program:
-    """The program without its donation guards, because whoever jits its parts adds guards again."""
-    guards = any(map(is_guard, program.eqns))
-    return rebuilt(program, lambda _, eqn, ins: ins if is_guard(eqn) else None) if guards else program
+    return structure
 
 
 # ---- branches, replaced by choices
@@ -444,50 +385,47 @@ def without_branches(program: Program) -> Program:
 
     Costly equations (a matmul, a loop) still run only where their branch is taken. A ``cond`` with an effect stays.
     """
-    if not any(eqn.primitive.name == "cond" for eqn in program.eqns):
-        return program
-    return without_round_trips(rebuilt(program, _chosen))
+    always = rebuilt(program, _always, {"cond"})
+    return program if always is program else without_round_trips(always)
 
 
-def _chosen(new: Builder, eqn: Equation, operands: list[Atom]) -> Sequence[Atom] | None:
-    """Choose each result of a ``cond`` from its branches' results; ``None`` for any other equation."""
-    if eqn.primitive.name != "cond" or eqn.effects:
+def _always(new: Builder, eqn: Equation, operands: list[Atom]) -> Sequence[Atom] | None:
+    """Run all branches of a ``cond``, and choose between their results."""
+    if eqn.effects:
         return None
-    branches = [rebuilt(flat(branch), _chosen) for branch in branches_of(eqn)]
-    inner = [each for branch in branches for each in branch.eqns]
-    dear = [each for each in inner if not is_cheap(each)]
-    if dear and (len(dear) == len(inner) or any(map(_makes_keys, dear))):
+    (which, *given), results = operands, list[list[Atom]]()
+    branches = [rebuilt(flat(branch), _always, {"cond"}) for branch in branches_of(eqn)]
+    eqns = [each for branch in branches for each in branch.eqns]
+    costly = [each for each in eqns if not is_cheap(each)]
+    keys = [v for each in costly for v in each.outvars if jnp.issubdtype(v.aval.dtype, jax.dtypes.extended)]
+    if costly and (len(costly) == len(eqns) or keys):
         return None
-    which, *given = operands
-    results = list[list[Atom]]()
     for k, branch in enumerate(branches):
-        inside = new.inside(branch, given)
-        inside.copy(*(each if is_cheap(each) else _only_in(eqn, which, k, each) for each in branch.eqns))
-        results.append(inside.read(branch.outputs))
-    return [choice(new, which, cases) for cases in zip(*results, strict=True)]
+
+        def only_here(new: Builder, eqn: Equation, operands: list[Atom], k: int = k) -> Sequence[Atom] | None:
+            """Put a costly equation into a ``cond`` of its own, with zeros in the other branches."""
+            if is_cheap(eqn):
+                return None
+            cases: list[Callable[..., Any]] = [lambda *_: [zeros(v.aval) for v in eqn.outvars]] * len(branches)
+            cases[k] = lambda *xs: run_equation(eqn, xs, eqn.params)
+
+            def run(number: Any, *xs: Any) -> Any:
+                return jax.lax.switch(number, cases, *xs)  # pyright: ignore
+
+            return new.run(run, which, *operands, like=eqn)
+
+        results.append(new.call(branch, given, only_here))
+    return chosen(new, which, results)
 
 
-def _makes_keys(eqn: Equation) -> bool:
-    return any(jnp.issubdtype(v.aval.dtype, jax.dtypes.extended) for v in eqn.outvars)
+def chosen(new: Builder, which: Atom, results: Sequence[Sequence[Atom]]) -> list[Atom]:
+    """Choose one of several lists of values. Values in host memory are loaded, and the chosen ones are stored."""
+    n, all_cases = len(results), [*zip(*results, strict=True)]
+    differing = [cases for cases in all_cases if any(x is not cases[0] for x in cases)]
 
+    def run(which: Any, *values: Any) -> list[Any]:
+        made = [jax.lax.select_n(which, *map(to_device, values[k : k + n])) for k in range(0, len(values), n)]
+        return [to_host(x) if on_host(case) else x for x, case in zip(made, values[::n], strict=True)]
 
-def _only_in(cond: Equation, which: Atom, k: int, eqn: Equation) -> Equation:
-    """Put an equation of branch ``k`` of a ``cond`` into a ``cond`` of its own, with zeros in the other branches."""
-    reads = list(dict.fromkeys(variables(eqn.invars)))
-    inputs = [Var(v.aval) for v in reads]
-    (run,) = Builder(names=dict(zip(reads, inputs, strict=True))).copy(eqn)
-    taken = Program(inputs, [*run.outvars], [run], [], branches_of(cond)[0].jaxpr.debug_info).closed
-    other, _ = jaxpr_of(lambda *_: [zeros(v.aval) for v in eqn.outvars], *(v.aval for v in inputs))
-    branches = tuple(taken if i == k else other for i in range(len(branches_of(cond))))
-    return cond.replace(invars=[which, *reads], outvars=eqn.outvars, params={**cond.params, "branches": branches})
-
-
-def choice(new: Builder, which: Atom, cases: Sequence[Atom]) -> Atom:
-    """Choose one of several values. Values in host memory are loaded, and the chosen one is stored."""
-    first = cases[0]
-    if all(x is first for x in cases):
-        return first
-    if not is_host_aval(first.aval):
-        return new.run(jax.lax.select_n, which, *cases)[0]
-    loaded = [new.run(to_device, x)[0] for x in cases]
-    return new.run(to_host, *new.run(jax.lax.select_n, which, *loaded))[0]
+    made = iter(new.run(run, which, *itertools.chain(*differing)))
+    return [next(made) if any(x is not cases[0] for x in cases) else cases[0] for cases in all_cases]

@@ -33,7 +33,7 @@ from jax_offload._program.jaxprs import (
 from jax_offload._program.memory import Shards, is_host_aval
 from jax_offload._program.primitives import ELEMENTWISE, REDUCE, can_be_cut
 from jax_offload._program.private import without_dead_code
-from jax_offload._program.program import Builder, Program, is_load, is_store, read_from_outside
+from jax_offload._program.program import Builder, Program, is_load, is_store
 from jax_offload._program.propagate import Mask, add_needs, backward, bits, forward, groups, union
 
 # ---- a slice without its loads and stores, so that a loop can load ahead of the update
@@ -296,7 +296,9 @@ def slice_of(
       debug_info, shards: taken from the program.
       given: the variables that other parts provide.
     """
-    inputs, eqns = read_from_outside(eqns, outputs, given), [*eqns]
+    made = {v for eqn in eqns for v in eqn.outvars} - given
+    read = dict.fromkeys(v for atoms in (*(eqn.invars for eqn in eqns), outputs) for v in variables(atoms))
+    inputs, eqns = [v for v in read if v not in made], [*eqns]
     for k, eqn in enumerate(eqns):  # none may define one of the inputs
         if not given.isdisjoint(eqn.outvars):
             eqns[k] = eqn.replace(outvars=[Var(v.aval) if v in given else v for v in eqn.outvars])

@@ -63,7 +63,7 @@ from jax_offload._program.primitives import (
     is_loop,
 )
 from jax_offload._program.private import without_references
-from jax_offload._program.program import Builder, Program, as_program, choice, flat, is_load, is_store, rebuilt
+from jax_offload._program.program import Builder, Program, as_program, chosen, flat, is_load, is_store, rebuilt
 from jax_offload._program.propagate import made_of, needed_for
 from jax_offload._program.slices import slice_of
 from jax_offload._rewrite.inlined import with_program
@@ -105,23 +105,22 @@ def always_updating(program: Program) -> Program:
         return {k for k, v in enumerate(branch.inputs) if v in read and is_host_aval(v.aval)}
 
     def without_branches(new: Builder, eqn: Equation, operands: list[Atom]) -> Sequence[Atom] | None:
-        if eqn.primitive.name != "cond" or eqn.effects or not holds_update(eqn):
+        if eqn.effects or not holds_update(eqn):
             return None
-        branches = [rebuilt(flat(branch), without_branches) for branch in branches_of(eqn)]
+        branches = [rebuilt(flat(branch), without_branches, {"cond"}) for branch in branches_of(eqn)]
         if not all(is_update(each) or is_cheap(each) for branch in branches for each in branch.eqns):
             return None
         leaves = [leaves_of(branch) for branch in branches]
         if sum(map(len, leaves)) > len(set[int]().union(*leaves)):
             return None
         which, *given = operands
-        results = [new.call(branch, given) for branch in branches]
-        return [choice(new, which, cases) for cases in zip(*results, strict=True)]
+        return chosen(new, which, [new.call(branch, given) for branch in branches])
 
     def rule(new: Builder, eqn: Equation, operands: list[Atom]) -> Sequence[Atom] | None:
         follows = any(is_host_aval(v.aval) and v not in inputs for v in variables(operands))
         return None if follows else without_branches(new, eqn, operands)
 
-    return rebuilt(program, rule)
+    return rebuilt(program, rule, {"cond"})
 
 
 # A scan, taken apart ------------------------------------------------------------------------------------------------
@@ -202,7 +201,7 @@ def _with_loops(program: Program, change: Callable[[Builder, Loop], bool], *, op
         loop = Loop.of(eqn, operands, opened=opened)
         return new.read(eqn.outvars) if loop is not None and change(new, loop) else None
 
-    return rebuilt(program, rule)
+    return rebuilt(program, rule, {"scan"})
 
 
 # Parameters in host memory ------------------------------------------------------------------------------------------
@@ -214,7 +213,7 @@ def computing_on_the_device(program: Program) -> Program:
     """Run elementwise arithmetic on arrays in host memory, such as the sum of parameters and updates, on the device."""
 
     def rule(new: Builder, eqn: Equation, operands: list[Atom]) -> Sequence[Atom] | None:
-        if eqn.primitive.name not in _ARITHMETIC or not is_host_aval(eqn.outvars[0].aval):
+        if not is_host_aval(eqn.outvars[0].aval):
             return None
         if not eqn.outvars[0].aval.shape or not all(is_host_aval(v.aval) for v in operands if v.aval.shape):
             return None
@@ -224,7 +223,7 @@ def computing_on_the_device(program: Program) -> Program:
 
         return new.run(run, *operands, like=eqn)
 
-    return rebuilt(program, rule)
+    return rebuilt(program, rule, _ARITHMETIC)
 
 
 def made_cheaply(eqns: Iterable[Equation], start: Iterable[Var] = ()) -> set[Var]:
@@ -264,11 +263,11 @@ def opened_around_layers(program: Program) -> Program:
     known = {v for eqn in program.eqns for v in eqn.outvars}
 
     def rule(new: Builder, eqn: Equation, operands: list[Atom]) -> Sequence[Atom] | None:
-        if eqn.primitive.name != "optimization_barrier" or not known.isdisjoint(eqn.outvars):
-            return None
-        return _barrier_without(layers, new, eqn, operands)
+        return None if not known.isdisjoint(eqn.outvars) else _barrier_without(layers, new, eqn, operands)
 
-    return rebuilt(flat(program.closed, opens=lambda eqn: id(eqn) in around), rule) if around else program
+    if not around:
+        return program
+    return rebuilt(flat(program.closed, opens=lambda eqn: id(eqn) in around), rule, {"optimization_barrier"})
 
 
 def moving_whole_stacks(program: Program) -> Program:
@@ -469,7 +468,7 @@ def unrolled(program: Program) -> Program:
             rows[stack[0]] = made
         return [*carry, *new.read(loop.ys)]
 
-    return rebuilt(program, rule)
+    return rebuilt(program, rule, {"stack", "unstack", "scan"})
 
 
 def _layers(program: Program) -> dict[Var, Var]:

@@ -38,7 +38,7 @@ from jax_offload._program.arrays import nbytes
 from jax_offload._program.jaxprs import Equation, Var, jax_fun, located, ordered, scan_of, variables
 from jax_offload._program.memory import is_host_aval
 from jax_offload._program.primitives import ELEMENTWISE, SHAPES, together
-from jax_offload._program.program import Builder, Program, is_load, replaced, unguarded
+from jax_offload._program.program import Builder, Program, is_load, rebuilt, unguarded
 from jax_offload._program.propagate import Mask, Node, forward, made_of, needed, needed_for, topological, union
 from jax_offload._program.slices import Slice, consecutive, slice_of
 from jax_offload._rewrite.canonical import canonical
@@ -382,7 +382,7 @@ def peeled(program: Program, at: int, *, first: bool = False) -> Program:
         pairs = ([row[None], rows] if in_front else [rows, row[None]] for rows, row in zip(ys, y, strict=True))
         return [*carry, *map(jnp.concatenate, pairs)]
 
-    return replaced(program, eqn, run)
+    return rebuilt(program, lambda new, each, given: new.run(run, *given, like=eqn) if each is eqn else None)
 
 
 # ---- a step, cut at its updates into the part before, the updates, and the part after

@@ -16,10 +16,12 @@ from jax_offload._emit.hoisted import scanned
 from jax_offload._emit.region import Update, holds_update, is_update, mark_equation, marked
 from jax_offload._emit.run import or_batched, runner
 from jax_offload._program.jaxprs import (
+    AXES,
     Atom,
     ClosedJaxpr,
     Equation,
     Var,
+    effects_of,
     holds,
     holds_inside,
     jax_fun,
@@ -34,16 +36,7 @@ from jax_offload._program.jaxprs import (
 from jax_offload._program.memory import is_host_aval
 from jax_offload._program.primitives import gate_equation, is_loop
 from jax_offload._program.private import without_dead_code
-from jax_offload._program.program import (
-    Builder,
-    Program,
-    as_program,
-    expanded,
-    flat,
-    rebuilt,
-    unguarded,
-    without_effects_of_axes,
-)
+from jax_offload._program.program import Builder, Program, as_program, expanded, flat, rebuilt, unguarded
 from jax_offload._program.propagate import Node, made_of, needed_for
 from jax_offload._program.slices import Slice
 from jax_offload._rewrite.canonical import Loop, canonical, inside_shard_maps, made_cheaply
@@ -275,7 +268,9 @@ def _by_step(program: Program) -> ClosedJaxpr | None:
             step = jax_fun(rewritten(loop.body))
             return new.run(lambda *given: [*itertools.chain(*loop.run(step, *loop.parted(given)))], *operands, like=eqn)
         if _is_sharded(eqn) and (eqn in holding or any(is_host_aval(v.aval) for v in operands)):
-            body = without_effects_of_axes(flat(ClosedJaxpr(eqn.params["jaxpr"], []))).closed
+            flat_body, axes = flat(ClosedJaxpr(eqn.params["jaxpr"], [])), effects_of(AXES)  # collectives in any order
+            eqns = [each.replace(effects={e for e in each.effects if type(e) not in axes}) for each in flat_body.eqns]
+            body = dataclasses.replace(flat_body, eqns=eqns).closed
             return new.run(sharded_like(eqn, lambda *given: jax_fun(rewritten(body))(*given)), *operands, like=eqn)
         return None
 

@@ -18,9 +18,9 @@ from typing import TypeVar
 
 from jax_offload._program.arrays import nbytes
 from jax_offload._program.jaxprs import Atom, DropVar, Equation, Literal, Scan, located, scan_of, variables
-from jax_offload._program.memory import is_host_aval, shards_of, typed_sharding
+from jax_offload._program.memory import Space, is_host_aval, shards_of, typed_sharding
 from jax_offload._program.primitives import ELEMENTWISE, SHAPES
-from jax_offload._program.program import Program, Var, flat, is_store, load_of
+from jax_offload._program.program import Program, Var, flat, is_store
 from jax_offload._program.propagate import NEEDS, Mask, forward, groups, made_of, needed_for, union
 from jax_offload._program.rules import Dependent, Dim, Rows, Where, chunked_dims, rows_after, rows_like
 from jax_offload._program.slices import Slice, consecutive, slice_of
@@ -350,8 +350,10 @@ class Hoist:
         """Map the number of one of the scan's ``xs`` to how its rows are made of rows of leaves that move in the scan:
         of operands that it overwrites, and of leaves on the host. It loads again what the step has stored there."""
         found, scan, eqns = dict[int, Planned](), self.scan, self.program.eqns[: self.at]
-        copies = {v: (k, load_of(eqn)) for k, eqn in enumerate(eqns) if is_store(eqn) for v in variables(eqn.invars)}
-        makers = {**made_by(eqns), **copies}
+        load = {"devices": (Space.Device,), "srcs": (Space.Host,)}
+        stores = [(k, eqn, v) for k, eqn in enumerate(eqns) if is_store(eqn) for v in variables(eqn.invars)]
+        loads = {v: (k, s.replace(invars=[*s.outvars], outvars=[v], params=s.params | load)) for k, s, v in stores}
+        makers = {**made_by(eqns), **loads}
 
         def dims_of(eqn: Equation, needed: Places) -> Dims | None:
             at_hand = any(v in moving or is_host_aval(v.aval) or v in self._results for v in eqn.outvars)

@@ -27,7 +27,7 @@ from jax_offload._program.arrays import by_key, is_like, key_of, leaves_with_pat
 from jax_offload._program.jaxprs import Literal, jaxpr_of, variables
 from jax_offload._program.memory import Layouts, Shardings, on_host
 from jax_offload._program.primitives import guarded, marks_in
-from jax_offload._program.program import flat, structure, unguarded, without_round_trips
+from jax_offload._program.program import flat, structures, unguarded, without_round_trips
 from jax_offload._program.propagate import needed_for
 from jax_offload._program.slices import slice_of
 from jax_offload._state import storage
@@ -433,7 +433,7 @@ def created(disk: Disk, create: Callable[[Any], Any], params: Any, target: Any) 
     init = unguarded(without_round_trips(flat(traced)))
     values = dict(zip(init.inputs, [*init.consts, *jax.tree.leaves(params)], strict=True))
     targets, treedef = jax.tree.flatten(target)
-    compiled = dict[Hashable, Any]()  # leaves that are alike share a program
+    compiled, structure = dict[Hashable, Any](), structures()  # leaves that are alike share a program
 
     def made(k: int) -> Any:
         eqns, _ = needed_for(init.eqns, variables(init.outputs[k : k + 1]))
