@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from typing import Any
 
 import jax
@@ -39,7 +39,7 @@ from jax_offload._program.jaxprs import Equation, Var, jax_fun, located, ordered
 from jax_offload._program.memory import is_host_aval
 from jax_offload._program.primitives import ELEMENTWISE, SHAPES, together
 from jax_offload._program.program import Builder, Program, is_load, rebuilt, unguarded
-from jax_offload._program.propagate import Mask, Node, forward, made_of, needed, needed_for, topological, union
+from jax_offload._program.propagate import Node, made_of, needed, needed_for, topological
 from jax_offload._program.slices import Slice, consecutive, slice_of
 from jax_offload._rewrite.canonical import canonical
 from jax_offload._rewrite.inlined import Inlined, consisting_of, inlined, opened
@@ -85,16 +85,17 @@ def parts_of(plain: Program) -> Parts | None:
     found = inlined(plain)
     if found is None:
         return None
-    parts = decided(found)
+    parts, whys = decided(found), list[str]()
     if parts.moved:
         return parts
     place_of = {v: at for at, eqn in enumerate(plain.eqns) for v in eqn.outvars}  # a scan's results are the same there
     summing = [place_of[eqn.outvars[0]] for eqn in parts.sums_up if eqn.outvars[0] in place_of]
-    ways = [(at, False) for at in summing] or [(at, True) for at in _reading_updated(plain)]
-    whys: list[str] = []
-    for at, first in ways:
+    updated = made_of(plain.eqns, is_update)
+    scans = [(at, scan) for at, eqn in enumerate(plain.eqns) if (scan := scan_of(eqn)) is not None]
+    reading = [at for at, scan in scans if not updated.isdisjoint(variables(scan.consts))]
+    for at in summing or reading:
         try:
-            again = inlined(opened(canonical(peeled(plain, at, first=first))))
+            again = inlined(opened(canonical(peeled(plain, at, first=not summing))))
         except CannotHoist as stays:
             whys.append(str(stays))
             continue
@@ -108,84 +109,51 @@ def parts_of(plain: Program) -> Parts | None:
     return dataclasses.replace(parts, stays=tuple(stays))
 
 
-def _reading_updated(plain: Program) -> list[int]:
-    """Find the microbatch scans that read whole results of an update at the beginning of the step."""
-    defined, found = set[Var](), list[int]()
-    for at, eqn in enumerate(plain.eqns):
-        if is_update(eqn) or not defined.isdisjoint(variables(eqn.invars)):
-            scan = scan_of(eqn)
-            if scan is not None and not defined.isdisjoint(variables(scan.consts)):
-                found.append(at)
-            defined.update(eqn.outvars)
-    return found
-
-
 def decided(found: Inlined, apart: bool = False) -> Parts:
     """Decide where the update runs. ``apart``: whether an iteration runs apart, and continues the sums."""
-    step, plans, moved = found, dict[int, InScan](), set[int]()
-    scans = [at for at, eqn in enumerate(step.program.eqns) if (scan := scan_of(eqn)) is not None and scan.length]
+    step, eqns = found, found.program.eqns
+    scans = [at for at, eqn in enumerate(eqns) if (scan := scan_of(eqn)) is not None and scan.length]
+    plans, streams, moved = dict[int, InScan](), dict[int, InScan](), set[int]()
     stay_behind, stay_ahead, summing = dict[int, list[str]](), list[str](), list[int]()
-    for at in reversed(scans):
+
+    def hoist(at: int, **known: Any) -> Hoist:
         read = {v for plan in plans.values() for v in plan.operands}
-        hoist = Hoist(step.program, at, step.next_of, step.waiting, claimed=moved, updates=step.own, read=read)
-        plan, stay_behind[at] = hoist.into_backward()
+        read.update(v for plan in streams.values() for v in plan.hosts)
+        return Hoist(step.program, at, step.next_of, step.waiting, step.own, moved, read, **known)
+
+    for at in reversed(scans):
+        plan, stay_behind[at] = hoist(at).into_backward()
         if plan is not None:
             plans[at] = plan
             moved |= plan.eqns
-        elif not apart and (how := hoist.sums_up(step.gradients)):
+        elif not apart and (how := hoist(at).sums_up(step.gradients)):
             stay_behind[at].append(how)
             summing.append(at)
-    streaming = {
-        at: Hoist(step.program, at, step.next_of, updates=step.own).streaming() for at in scans if at not in plans
-    }
-    reread = {at: plan.loads_again for at, plan in {**plans, **streaming}.items() if plan is not None}
+    streams |= {at: plan for at in scans if at not in plans and (plan := hoist(at).streaming()) is not None}
+    reread = {at: plan.loads_again for at, plan in {**streams, **plans}.items()}
     for at in scans:
-        if at not in plans and id(step.program.eqns[at]) not in moved:
-            read = {v for plan in [*plans.values(), *filter(None, streaming.values())] for v in plan.hosts}
-            read |= {v for plan in plans.values() for v in plan.operands}
-            hoist = Hoist(step.program, at, step.next_of, updates=step.own, claimed=moved, read=read, reread=reread)
-            plan, why = hoist.into_forward()
+        if at not in plans and id(eqns[at]) not in moved:
+            plan, why = hoist(at, reread=reread).into_forward()
             stay_ahead += why
             if plan is not None:
                 plans[at] = plan
                 moved |= plan.eqns
-    plans |= {at: plan for at, plan in streaming.items() if plan is not None and at not in plans}
+    plans = {**streams, **plans}
     moved = moved.union(*(plan.eqns for plan in plans.values()))
-    awaited = _awaited(step, stay_behind, moved) if any(stay_behind.values()) else set[int]()
-    stays = [*(why for at in stay_behind if at in awaited for why in stay_behind[at]), *stay_ahead]
+    # other scans, such as those that make the gradients of a rotated step, serve a later update
+    left = [v for eqn in eqns if id(eqn) not in moved for v in eqn.outvars if v in step.next_of and v.aval.shape]
+    _, awaited = needed_for(eqns, left)
+    awaited = [at for at in stay_behind if not awaited.isdisjoint(eqns[at].outvars)]
+    stays = [*(why for at in awaited for why in stay_behind[at]), *stay_ahead]
     parts, why = _parts(step, plans, moved)
     if why and not stays:
-        made = _shard_map_of_gradients(step)
-        stays = [why if made is None else located(IN_A_SHARD_MAP, made)]
+        _, gradients = needed_for(eqns, step.gradients, lambda eqn: eqn.primitive.name in ELEMENTWISE)
+        maps = [eqn for eqn in eqns if eqn.primitive.name == "shard_map"]
+        made = [eqn for eqn in maps if not gradients.isdisjoint(eqn.outvars)]
+        stays = [located(IN_A_SHARD_MAP, made[-1]) if made else why]
     moved_any = bool(plans) or any(isinstance(part.payload, Gate) for part in parts)
-    sums_up = tuple(step.program.eqns[at] for at in summing if at in awaited)
+    sums_up = tuple(eqns[at] for at in summing if at in awaited)
     return Parts(step, parts, moved_any, tuple(dict.fromkeys(stays)), sums_up)
-
-
-def _shard_map_of_gradients(step: Inlined) -> Equation | None:
-    """The ``shard_map`` that makes gradients, if only elementwise arithmetic has changed them since."""
-    wanted = {*step.gradients}
-    for eqn in reversed(step.program.eqns):
-        if wanted.isdisjoint(eqn.outvars):
-            continue
-        if eqn.primitive.name == "shard_map":
-            return eqn
-        if eqn.primitive.name in ELEMENTWISE:
-            wanted.update(variables(eqn.invars))
-    return None
-
-
-def _awaited(step: Inlined, scans: Iterable[int], moved: Set[int]) -> set[int]:
-    """The places of the scans whose results an update outside any scan needs. Other scans, such as those that make the
-    gradients of a rotated step, serve a later update."""
-    bits = {at: 1 << k for k, at in enumerate(scans)}
-    needs, found = dict[Var, Mask](), 0
-    for at, eqn in enumerate(step.program.eqns):
-        masks = forward(eqn, needs)
-        needs.update((v, mask | bits.get(at, 0)) for v, mask in zip(eqn.outvars, masks, strict=True))
-        if id(eqn) not in moved:
-            found |= union(needs[v] for v in eqn.outvars if v in step.next_of and v.aval.shape)
-    return {at for at, bit in bits.items() if bit & found}
 
 
 def _parts(step: Inlined, plans: Mapping[int, InScan], moved: Set[int]) -> tuple[list[Node], str]:
@@ -197,71 +165,57 @@ def _parts(step: Inlined, plans: Mapping[int, InScan], moved: Set[int]) -> tuple
             nodes.append(Node(plans[k], plans[k].operands, plans[k].makes, kept=True))
         elif id(eqn) not in moved:
             nodes.append(Node(eqn, variables(eqn.invars), eqn.outvars, bool(eqn.effects)))
-    wanted = sorted(needed(nodes, outputs))
+    nodes = [nodes[k] for k in sorted(needed(nodes, outputs))]
     # the part of an update that a scan needs, such as a learning rate, stands before it
     ahead = needed(nodes, [v for node in nodes if isinstance(node.payload, InScan) for v in node.reads], kept=False)
-    grouped = dict[int, list[Node]]()  # the number of an update -> its equations; another number -> one other node
-    for k in wanted:
-        own = None if k in ahead else step.own.get(id(nodes[k].payload))
-        grouped.setdefault(~k if own is None else own, []).append(nodes[k])
-    read_by = dict[Var, int | None].fromkeys(outputs)  # the one of these that reads a value; ``None``: there are more
-    for number, group in grouped.items():
-        for v in (v for node in group for v in node.reads):
-            if read_by.setdefault(v, number) != number:
-                read_by[v] = None
-    rests, nodes = list[Update](), list[Node]()
-    for number, group in grouped.items():
-        if number < 0:
-            nodes += group
-            continue
-        made = {v for node in group for v in node.makes if read_by.get(v, number) != number}
-        rests.append(consisting_of(step.updates[number], [node.payload for node in group], made))
-        nodes.append(_whole(rests[-1]))
-    order, why = (None, "") if plans or (step.updates and not rests) else _between_passes(step, nodes)
-    if order is None:
-        if not plans:  # only the update holds the passes back
-            nodes = [Node(rests.pop(0), n.reads, n.makes) if isinstance(n.payload, Update) else n for n in nodes]
-        order = topological(nodes, range(len(nodes)))
-        order = in_turn(order) if plans else order
+    kept = [(node, None if k in ahead else step.own.get(id(node.payload))) for k, node in enumerate(nodes)]
+    nodes, rests = list[Node](), dict[int, Update]()
+    for node, number in kept:
+        if number is None:
+            nodes.append(node)
+        elif number not in rests:
+            inside = [each.payload for each, its in kept if its == number]
+            read = {*outputs}.union(*(each.reads for each, its in kept if its != number))
+            rests[number] = rest = consisting_of(step.updates[number], inside, read)
+            nodes.append(Node(rest, rest.operands, variables(rest.program.outputs)))
 
-    parts: list[Node] = []
+    order, why = None, ""
+    if plans:
+        order = in_turn(topological(nodes, range(len(nodes))))
+    elif rests or not step.updates:
+        order, why = _between_passes(step, nodes)
+    for node in order or ():
+        if isinstance(node.payload, Update):  # gates of the step hold the passes back, and none of the update need to
+            node.payload = dataclasses.replace(node.payload, backward=None)
+    order = topological(nodes, range(len(nodes))) if order is None else order
+
+    parts, read = list[Node](), {*outputs}.union(*(node.reads for node in order))
     for is_equations, group in itertools.groupby(order, lambda node: isinstance(node.payload, Equation)):
         if is_equations:
             eqns = [node.payload for node in group]
-            whole = slice_of(eqns, [v for eqn in eqns for v in eqn.outvars if v in read_by], program.debug_info, {})
+            whole = slice_of(eqns, [v for eqn in eqns for v in eqn.outvars if v in read], program.debug_info, {})
             parts.append(Node(whole, whole.inputs, whole.outputs))
         else:
             parts += group
     return parts, why
 
 
-def _whole(rest: Update) -> Node:
-    """The rest of an update in one piece, between gates of the step."""
-    return Node(dataclasses.replace(rest, backward=None), rest.operands, variables(rest.program.outputs))
-
-
 def _between_passes(step: Inlined, nodes: Sequence[Node]) -> tuple[list[Node] | None, str]:
     """The order with the rests of the updates between the passes: in pieces, or else each in one, and why; ``None`` if
     there is no place for gates."""
-    outputs, rests = (
-        variables(step.program.outputs),
-        [node.payload for node in nodes if isinstance(node.payload, Update)],
-    )
-    nodes = _loaded_where_read(step, nodes, outputs)
+    outputs = variables(step.program.outputs)
+    nodes, why = _loaded_where_read(step, nodes, outputs), ""
+    rests = [node.payload for node in nodes if isinstance(node.payload, Update)]
     if not rests and not any(isinstance(node.payload, Planned) for node in nodes):
         return None, ""
-    try:
-        pieces = [node for node in nodes if not isinstance(node.payload, Update)]
-        for rest in rests:
-            pieces += _pieces(rest)
-        return interleaved(pieces, outputs), ""
-    except CannotHoist as stays:
-        on_host = any(is_host_aval(v.aval) for rest in rests for v in rest.operands)
-        why = located(str(stays), step.like) if on_host else ""
-    try:
-        return interleaved(nodes, outputs), why
-    except CannotHoist:
-        return None, why
+    on_host = any(is_host_aval(v.aval) for rest in rests for v in rest.operands)
+    for divides in True, False:
+        try:
+            of_node = (_pieces(n.payload) if divides and isinstance(n.payload, Update) else [n] for n in nodes)
+            return interleaved([*itertools.chain.from_iterable(of_node)], outputs), why
+        except CannotHoist as stays:
+            why = why or (located(str(stays), step.like) if on_host else "")
+    return None, why
 
 
 def _loaded_where_read(step: Inlined, nodes: Sequence[Node], outputs: Sequence[Var]) -> list[Node]:
@@ -275,7 +229,7 @@ def _loaded_where_read(step: Inlined, nodes: Sequence[Node], outputs: Sequence[V
         return [*nodes]
     how = f"{WHOLE}: where a pass reads it"
     window = Window(2 * max(large.values()), "two of the layers that passes read")
-    made = dict[Var, dict[int, Equation]]()  # what is made of leaves alone -> the equations that make it
+    made, alone = set[Var](), list[Equation]()  # what is made of leaves alone, and the equations that make it
     before, lasting, done, found = Builder(), dict[Var, tuple[Var, int]](), 0, list[Node]()
     stay = {*outputs, *(v for node in nodes if not isinstance(node.payload, Equation) for v in node.reads)}
     for node in nodes:
@@ -290,15 +244,15 @@ def _loaded_where_read(step: Inlined, nodes: Sequence[Node], outputs: Sequence[V
             before.names.update((v, x) for x, v in pairs if x in again and v not in stay)
             pairs = [(x, v) for x, v in pairs if v not in before.names]
             eqn = eqn.replace(invars=[x for x, _ in pairs], outvars=[v for _, v in pairs])
-        elif id(node.payload) in large or (again and name in ELEMENTWISE | SHAPES and len(again) == len({*ins})):
-            own = {k: each for v in again for k, each in made[v].items()} | {id(eqn): eqn}
-            made.update(dict.fromkeys(eqn.outvars, own))
+        elif id(node.payload) in large or (again and name in ELEMENTWISE | SHAPES and made.issuperset(ins)):
+            alone.append(eqn)
+            made.update(eqn.outvars)
         elif again and is_heavy(node):
             new = Builder()
             for v in again:
                 if v not in lasting or done > lasting[v][1]:
                     copied = Builder()
-                    copied.copy(*made[v].values())
+                    copied.copy(*needed_for(alone, [v])[0])
                     (x,) = variables(copied.read([v]))
                     s = slice_of(copied.eqns, [x], step.program.debug_info, step.program.shards)
                     done += s.loaded_bytes
@@ -317,7 +271,7 @@ def _pieces(rest: Update) -> list[Node]:
     Raises:
       CannotHoist: the pieces cannot run between the parts of the step.
     """
-    update = dataclasses.replace(rest, gated=True)
+    update = dataclasses.replace(rest, gated=True, backward=None)
     if len(update.passes) != 1:
         raise CannotHoist(AHEAD)
     (only,) = update.passes
@@ -353,33 +307,28 @@ def peeled(program: Program, at: int, *, first: bool = False) -> Program:
         raise CannotHoist("it reads or makes rows in host memory, which would be copied there; load them before it")
     body = jax_fun(scan.body)
     in_front = first != scan.reverse  # which row the iteration reads
-    others, apart = (slice(1, None), 0) if in_front else (slice(-1), -1)
+    apart, others = (0, slice(1, None)) if in_front else (-1, slice(-1))
+    numbers = np.arange(scan.length, dtype=np.int32)[others]
 
     def run(*operands: Any) -> list[Any]:
         consts, init, xs = scan.parted(operands)
 
         def one(carry: list[Any], x: list[Any]) -> tuple[list[Any], list[Any]]:
             produced = body(*consts, *carry, *x)
-            return produced[: len(init)], produced[len(init) :]
+            return produced[: len(init)], [row[None] for row in produced[len(init) :]]
 
-        # Rows are taken by number, because slices of the batches would be copies.
-        def at(*args: Any) -> list[Any]:
-            *given, k = args
-            return body(*given, *(jax.lax.dynamic_index_in_dim(x, k, keepdims=False) for x in xs))
+        def by_number(*given: Any) -> list[Any]:  # because slices of the batches would be copies
+            return body(*given[:-1], *(jax.lax.dynamic_index_in_dim(x, given[-1], keepdims=False) for x in xs))
 
         mine = [x[apart] for x in xs]
+        carry, y = one(init, mine) if first or scan.length == 1 else (init, [])
         if scan.length == 1:
-            carry, y = one(init, mine)
-            return [*carry, *(row[None] for row in y)]
-        y: list[Any] = []
-        if first:
-            init, y = one(init, mine)
-        numbers = np.arange(scan.length, dtype=np.int32)[others]
-        carry, ys = scan.run(at, consts, init, [numbers], scan.length - 1)
+            return [*carry, *y]
+        carry, ys = scan.run(by_number, consts, carry, [numbers], scan.length - 1)
         if not first:
             # It waits for the others: its pass needs nothing from them, and would keep its activations beside theirs.
             carry, y = one(*together((carry, mine)))
-        pairs = ([row[None], rows] if in_front else [rows, row[None]] for rows, row in zip(ys, y, strict=True))
+        pairs = zip(y, ys, strict=True) if in_front else zip(ys, y, strict=True)
         return [*carry, *map(jnp.concatenate, pairs)]
 
     return rebuilt(program, lambda new, each, given: new.run(run, *given, like=eqn) if each is eqn else None)
@@ -418,8 +367,6 @@ def cut_step(program: Program) -> Cut:
       ValueError: no ``offload`` updates anything in the step, or it has effects whose order a cut would lose.
     """
     program = unguarded(program)
-    marks = [holds_update(eqn) or eqn.primitive is READ for eqn in program.eqns]  # a leaf is read where it is updated
-    marked = {id(eqn) for eqn, mark in zip(program.eqns, marks, strict=True) if mark}
     if not any(map(holds_update, program.eqns)):
         raise ValueError(
             "step: has no update of an offload(...) in it that can be seen; call tx.update or jo.update_params, with "
@@ -430,33 +377,23 @@ def cut_step(program: Program) -> Cut:
             f"step: has effects whose order a cut would lose: {', '.join(effects)}. Fix: ordered=False for "
             "callbacks; an argument that the step returns anew in the place of a jax.new_ref made outside."
         )
-    follows = made_of(program.eqns, lambda eqn: id(eqn) in marked)
-    _, leads = needed_for(program.eqns, [v for eqn in program.eqns if id(eqn) in marked for v in variables(eqn.invars)])
-    late = [not follows.isdisjoint(variables(eqn.invars)) for eqn in program.eqns]
-    places = [
-        1 if mark or (after and not leads.isdisjoint(eqn.outvars)) else 2 if after else 0
-        for eqn, mark, after in zip(program.eqns, marks, late, strict=True)
-    ]
-    parts: list[list[Equation]] = [[], [], []]
-    for eqn, place in zip(program.eqns, _constants_where_used(program, places), strict=True):
+    eqns, parts = program.eqns, [list[Equation](), list[Equation](), list[Equation]()]
+    # a leaf is read where it is updated
+    marked = {id(eqn) for eqn in eqns if holds_update(eqn) or eqn.primitive is READ}
+    follows = made_of(eqns, lambda eqn: id(eqn) in marked)
+    leads = {id(eqn) for eqn in needed_for(eqns, (), kept=lambda eqn: id(eqn) in marked)[0]}
+    varies = made_of(eqns, lambda _: False, program.inputs)
+    first_read = dict.fromkeys(variables(program.outputs), 0)  # the part that first reads a value
+    for eqn in reversed(eqns):
+        ins, place = variables(eqn.invars), 0
+        if id(eqn) in marked or not follows.isdisjoint(ins):
+            place = 1 if id(eqn) in leads else 2
+        elif varies.isdisjoint(ins) and not eqn.effects:  # a constant does not cross from one part to another
+            place = min((first_read[v] for v in eqn.outvars if v in first_read), default=0)
+        first_read.update((v, min(first_read.get(v, place), place)) for v in ins)
         parts[place].append(eqn)
-
+    parts = [part[::-1] for part in parts]
     return Cut(program, *consecutive(parts, program.outputs, program.debug_info, {}))
-
-
-def _constants_where_used(program: Program, places: Sequence[int]) -> list[int]:
-    """The places, with constants moved to the part that first reads them, so that they do not cross."""
-    made = made_of(program.eqns, lambda _: False, program.inputs)
-    constant = [made.isdisjoint(variables(eqn.invars)) and not eqn.effects for eqn in program.eqns]
-    first: dict[Var, int] = dict.fromkeys(variables(program.outputs), 0)
-    found = list(places)
-    for k in reversed(range(len(found))):
-        eqn = program.eqns[k]
-        if constant[k] and found[k] == 0:
-            found[k] = min((first[v] for v in eqn.outvars if v in first), default=0)
-        for v in variables(eqn.invars):
-            first[v] = min(first.get(v, found[k]), found[k])
-    return found
 
 
 # Operands may be a little larger than the value that is computed from them again (a softmax from its exponentials and
