@@ -205,13 +205,13 @@ def _given(
     ``kept``: for each, whether the update that owns it keeps it in host memory. ``carried``: the arguments that a
     pipelined step carries. ``as_jitted``: whether to compare the step with what ``jax_offload.jit`` would make of it.
     """
-    infos, names = tree_flatten_with_path(step.args_info)[0], step.jaxpr.jaxpr.debug_info.arg_names
-    put, nexts = _put_whole(step.jaxpr), _replacing(step)
+    given, names = step.args_info, step.jaxpr.jaxpr.debug_info.arg_names  # jax makes new objects at each access
+    put, nexts = _put_whole(step.jaxpr), _replacing(given[0], step.out_info)
     left = _put_whole(rewritten(step.jaxpr)) if as_jitted and any(put) else put
     by_name: dict[Any, bool] = dict(zip(names_of(carried), of_states(carried), strict=True)) if carried else {}
     found = list[Argument]()
     for k, ((path, info), aval, own) in enumerate(
-        zip(infos, step.jaxpr.in_avals, of_states(step.args_info), strict=True)
+        zip(tree_flatten_with_path(given)[0], step.jaxpr.in_avals, of_states(given), strict=True)
     ):
         host, own = is_host_aval(aval), own or by_name.get(getattr(path[-1], "key", None), False)
         waits = bool(carried) and getattr(path[1], "idx", None) == 1
@@ -228,10 +228,9 @@ def _put_whole(step: Any) -> list[bool]:
     return [v in found for v in step.jaxpr.invars]
 
 
-def _replacing(step: Any) -> dict[int, int]:
-    """Match the arguments of a traced step, by ``id``, with the numbers of the results that take their places."""
-    given, results, leaves = step.args_info[0], step.out_info, jax.tree.leaves
-    numbers = {id(x): k for k, x in enumerate(leaves(results))}
+def _replacing(given: Sequence[Any], results: Any) -> dict[int, int]:
+    """Match the leaves of a step's arguments, by ``id``, with the numbers of the results that take their places."""
+    leaves, numbers = jax.tree.leaves, {id(x): k for k, x in enumerate(jax.tree.leaves(results))}
     pairs = [
         pair for k, x in replaced(given, results).items() for pair in zip(leaves(given[k]), leaves(x), strict=True)
     ]
