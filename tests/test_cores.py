@@ -99,8 +99,7 @@ def test_the_last_layer_is_updated_while_the_pass_goes_on(disk):
 
     first = jax.custom_vjp(lambda x: x)
     first.defvjp(
-        lambda x: (x, None),
-        lambda _, g: (jax.pure_callback(wait, jax.ShapeDtypeStruct(g.shape, g.dtype), g),),
+        lambda x: (x, None), lambda _, g: (jax.pure_callback(wait, jax.ShapeDtypeStruct(g.shape, g.dtype), g),)
     )
 
     def watched(params, x):

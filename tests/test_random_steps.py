@@ -141,10 +141,7 @@ STAYS = {  # why the update of a stack stays behind the scan; of all others it m
 }
 ALSO = {"outside": ("by group",)}
 # which have leaves of one layer or element, or no state
-WITHOUT_ROWS = {("optimizer", name) for name in ("sgd", "sm3")} | {
-    ("fraction", 0.0),
-    ("inside", "mechanize"),
-}
+WITHOUT_ROWS = {("optimizer", name) for name in ("sgd", "sm3")} | {("fraction", 0.0), ("inside", "mechanize")}
 CHOICES = (
     *("stack", "gradients", "skip", "inside", "target", "second", "second stack", "remat", "oddity", "further leaf"),
     *("loss scale", "metrics", "results", "train state", "jitted inside", "optimizer", "outside", "storage"),

@@ -247,10 +247,7 @@ def test_the_table_marks_an_order_that_it_guesses():
     def step(state, params):
         return free.update(jax.grad(lambda p: sum(map(jnp.sum, p.values())))(params), state, params)
 
-    for shown in (
-        jo.placement(step, state, params),
-        jo.placement(free, {"one": params["apple"]}),
-    ):
+    for shown in (jo.placement(step, state, params), jo.placement(free, {"one": params["apple"]})):
         assert not shown.guessed
 
 

@@ -246,10 +246,7 @@ def test_the_table_says_which_axis_and_why_none():
     assert jo.placement(tx, divided).leaves[1].sharding == "P(None, 'data') (sharded over these axes already)"
 
 
-@pytest.mark.parametrize(
-    ("axes", "skip"),
-    [(AxisType.Auto, False), (AxisType.Auto, True), (AxisType.Explicit, True)],
-)
+@pytest.mark.parametrize(("axes", "skip"), [(AxisType.Auto, False), (AxisType.Auto, True), (AxisType.Explicit, True)])
 def test_what_is_too_small_to_be_divided_stays_as_it_was(axes, skip):
     """A scale beside numbers of 8 bits, made of a gradient that is divided: else the second step would be another."""
     params = {"w": jax.device_put(np.ones((128, 8), np.float32), NamedSharding(mesh_of(axes, (8,), ("data",)), P()))}

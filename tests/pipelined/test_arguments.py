@@ -12,17 +12,7 @@ import pytest
 from jax.experimental import io_callback
 
 import jax_offload as jo
-from tests.support.steps import (
-    CLIPPED,
-    WIDTH,
-    batch,
-    committed,
-    loss_of,
-    new_params,
-    offloaded,
-    parameters,
-    step_of,
-)
+from tests.support.steps import CLIPPED, WIDTH, batch, committed, loss_of, new_params, offloaded, parameters, step_of
 from tests.support.trees import assert_close, copied
 
 pytestmark = pytest.mark.daily("each is an error of its own")

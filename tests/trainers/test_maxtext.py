@@ -118,8 +118,7 @@ def plain(kind, folder):
 
 
 @pytest.mark.parametrize(
-    ("entry", "kind"),
-    [*(("jo.jit", kind) for kind in KINDS), ("jax.jit", "scanned"), ("jax.jit", "clipped, unrolled")],
+    ("entry", "kind"), [*(("jo.jit", kind) for kind in KINDS), ("jax.jit", "scanned"), ("jax.jit", "clipped, unrolled")]
 )
 def test_pre_training(entry, kind, tmp_path_factory):
     folder = tmp_path_factory.getbasetemp()
