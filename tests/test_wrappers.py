@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec
 import jax_offload as jo
 from tests.support.trees import assert_same, shardings_in
 
-OLDEST = pytest.mark.oldest("wrappers around an offload")
+OLDEST, DAILY = pytest.mark.oldest("wrappers around an offload"), pytest.mark.daily("each begins otherwise")
 
 INNER = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-2))
 BATCHES = [np.asarray(jax.random.normal(jax.random.key(i), (8, 32))) for i in range(7)]
@@ -80,28 +80,15 @@ def warnings_of(do):
 
 
 def test_a_state_that_was_moved_is_named():
-    def make():
-        tx = jo.offload(INNER, min_bytes=0)
-        return tx, jax.jit(step_of(tx)), tx.init(params())
-
-    for move in (lambda state: state), jo.to_device:
-        _, step, state = make()
-        text = warnings_of(lambda step=step, state=move(state): train(step, params(), state))
-        assert bool(text) == (move is jo.to_device)
-    for said in (
-        "6 leaves of the optimizer state",
-        "[1][0].mu['b']",
-        "arrive at update in device memory",
-        "docs/trainers.md",
-    ):
-        assert said in text[0]
-    # A resident state that becomes an offloaded one has never been there, whatever tables were printed before.
     tx = jo.offload(INNER, min_bytes=0)
-    jo.placement(tx, params())
-    step, resident = jax.jit(step_of(tx)), INNER.init(params())
-    assert warnings_of(lambda: step(params(), resident, BATCHES[0])) == []
-    # Moved back after a step: a new type, so a new trace.
-    trained, state = step(*step(params(), resident, BATCHES[0]), BATCHES[1])
+    step, moved = jax.jit(step_of(tx)), jo.to_device(tx.init(params()))
+    text = warnings_of(lambda: train(step, params(), moved))[0]
+    said = "6 leaves of the optimizer state", "[1][0].mu['b']", "arrive at update in device memory", "docs/trainers.md"
+    assert all(words in text for words in said)
+    # Moved back after a step that a resident state has begun: a new type, so a new trace.
+    tx = jo.offload(INNER, min_bytes=0)
+    step = jax.jit(step_of(tx))
+    trained, state = step(*step(params(), INNER.init(params()), BATCHES[0]), BATCHES[1])
     assert warnings_of(lambda: step(trained, jo.to_device(state), BATCHES[2]))
 
 
@@ -130,25 +117,6 @@ def test_pmap_is_told_of():
         with pytest.warns(UserWarning, match="are returned in device memory.*instead of jax.pmap"):
             results = step(tree, state, tree)
         assert_same(results, jax.pmap(INNER.update)(tree, state, tree), "update")
-
-
-@OLDEST
-def test_what_only_looks_is_no_state_that_was_moved():
-    tree = params()
-    for look in (
-        lambda tx: jax.eval_shape(tx.init, tree),
-        lambda tx: jax.jit(tx.init).lower(tree),
-        lambda tx: jo.placement(tx, tree),
-    ):
-        tx = jo.offload(INNER, min_bytes=0)
-        look(tx)
-        assert warnings_of(lambda tx=tx: jax.jit(step_of(tx))(params(), INNER.init(params()), BATCHES[0])) == []
-    tx = jo.offload(INNER, min_bytes=0)
-    tx.init(tree)
-    step = lambda p, s: tx.update(p, s, p)  # noqa: E731
-    assert warnings_of(lambda: jo.placement(step, tree, INNER.init(tree))) == []
-    assert warnings_of(lambda: jo.placement(step, tree, jo.abstract_state(tx, tree))) == []
-    assert len(jo.placement(step, tree, jo.abstract_state(tx, tree)).leaves) == len(jax.tree.leaves(tx.init(tree))) - 1
 
 
 def anywhere(tree):
@@ -183,14 +151,35 @@ def test_who_brings_the_state_to_the_device_is_told_once(way, jit):
     assert "6 leaves" in message and "abstract_state(tx, params)" in message and ".mu['b']" in message
 
 
-@pytest.mark.parametrize(("start", "jit"), [("resident", jax.jit), ("eager", jo.jit), ("jit", jax.jit)])
-def test_nobody_is_told_who_leaves_the_state_in_host_memory(start, jit):
-    """A resident state that becomes an offloaded one, a state made in a jit, and steps that return a part of it."""
-    tx, mine = jo.offload(INNER, min_bytes=0), params()
-    state = {"resident": INNER.init, "eager": tx.init, "jit": jax.jit(tx.init)}[start](mine)
+def only_looks(tx):
+    tx.init(params())
+    for state in INNER.init(params()), jo.abstract_state(tx, params()):
+        table = jo.placement(lambda p, s: tx.update(p, s, p), params(), state)
+    assert len(table.leaves) == len(jax.tree.leaves(state)) - 1
+
+
+LEFT = {  # what is done before some steps of a new offload, the state, and the jit
+    "resident": (lambda tx: None, lambda tx: INNER.init, jax.jit),  # it becomes an offloaded one
+    "resident, after a look at shapes": (lambda tx: jax.eval_shape(tx.init, params()), lambda tx: INNER.init, jax.jit),
+    "resident, after a look at init": (lambda tx: jax.jit(tx.init).lower(params()), lambda tx: INNER.init, jax.jit),
+    "resident, after a table": (lambda tx: jo.placement(tx, params()), lambda tx: INNER.init, jax.jit),
+    "eager": (only_looks, lambda tx: tx.init, jo.jit),
+    "jit": (lambda tx: None, lambda tx: jax.jit(tx.init), jax.jit),
+}
+
+
+@OLDEST
+@pytest.mark.parametrize(
+    "start", [pytest.param(k, marks=DAILY if k in ("eager", "resident, after a table") else []) for k in LEFT]
+)
+def test_nobody_is_told_who_leaves_the_state_in_host_memory(start):
+    """A state that is resident at first or made in a jit, steps that return a part of it, and whatever only looks."""
+    (look, init, jit), tx, mine = LEFT[start], jo.offload(INNER, min_bytes=0), params()
     step = step_of(tx)
 
     def run():
+        look(tx)
+        state = init(tx)(mine)
         jit(lambda *args: step(*args)[0])(mine, state, BATCHES[0])  # an update that is only looked at
         jit(lambda *args: jo.to_device(step(*args)[1][1][0].mu))(mine, state, BATCHES[0])
         train(jit(step), mine, state)
