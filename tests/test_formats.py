@@ -26,14 +26,10 @@ NEAR = {"bfloat16": 2**-7, "float16": 2**-10, "float8_e4m3fn": 2**-3, "float8_e5
 KEEPING = optax.GradientTransformation(lambda p: jax.tree.map(jnp.zeros_like, p), lambda u, s, p=None: (u, u))
 
 
-def keeping(name, block=128):
-    return jo.offload(KEEPING, storage=jo.Storage(name, block), min_bytes=0, fraction=0)
-
-
 @functools.cache
 def there_and_back(name, block=128, stochastic=True):
     """Of an array and a round: what is read of a state that has stored the array in that round."""
-    tx = keeping(name, block)
+    tx = jo.offload(KEEPING, storage=jo.Storage(name, block), min_bytes=0, fraction=0)
 
     @jax.jit
     def convert(x, rounds):

@@ -34,14 +34,10 @@ def mesh_of(axes, shape=(2, 2, 2), names=("data", "fsdp", "tensor")):
     return jax.make_mesh(shape, names, axis_types=(axes,) * len(names))
 
 
-def is_shape(x):
-    return isinstance(x, tuple)
-
-
 def network(mesh, specs=SPECS, seed=0):
     """Parameters on the mesh; with ``None`` on one device."""
     rng = np.random.default_rng(seed)
-    values = jax.tree.map(lambda s: rng.standard_normal(s, np.float32), SHAPES, is_leaf=is_shape)
+    values = jax.tree.map(lambda s: rng.standard_normal(s, np.float32), SHAPES, is_leaf=lambda x: isinstance(x, tuple))
     if mesh is None:
         return jax.device_put(values, jax.devices()[0])
     return jax.tree.map(lambda x, spec: jax.device_put(x, NamedSharding(mesh, spec)), values, specs)

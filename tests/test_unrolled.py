@@ -145,10 +145,6 @@ def each(change):
     return functools.partial(jax.tree.map, change)
 
 
-def in_one_equation(grads):
-    return jax.lax.scan(lambda g, _: (jax.tree.map(jnp.negative, g), None), grads, length=2)[0]
-
-
 NAMES = ["b", "d", "a", "c"]  # in the order of the forward pass
 ORDERS = {  # what happens to the gradients, and the order in which leaves are loaded: the last layer first
     "nothing": (each(lambda g: g), "cadb"),
@@ -157,7 +153,10 @@ ORDERS = {  # what happens to the gradients, and the order in which leaves are l
     "a choice": (each(lambda g: jnp.where(jnp.isfinite(g), g, 0)), "cadb"),
     "a clip by value": (each(lambda g: jnp.clip(g, -1, 1)), "cadb"),
     "nan_to_num": (each(jnp.nan_to_num), "cadb"),
-    "one equation of all, so that paths decide": (in_one_equation, "dcba"),
+    "one equation of all, so that paths decide": (
+        lambda grads: jax.lax.scan(lambda g, _: (jax.tree.map(jnp.negative, g), None), grads, length=2)[0],
+        "dcba",
+    ),
 }
 
 

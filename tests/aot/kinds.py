@@ -21,7 +21,7 @@ import jax_offload as jo
 
 PAGE = Path(__file__).parents[2] / "docs" / "what_hides.md"
 MARK = "<!-- python -m tests.aot.compiled --write -->"
-LAYERS, WIDTH, TOKENS = 12, 2048, 16384
+LAYERS, WIDTH, TOKENS, HALF = 12, 2048, 16384, 8192
 HIDDEN = 0.10  # the share of the link's time that a hidden step exposes
 ADAMW = optax.adamw(1e-3)
 CLIPPED = optax.chain(optax.clip_by_global_norm(1.0), ADAMW)
@@ -266,25 +266,11 @@ def nested(params: jax.Array, x: jax.Array) -> jax.Array:
     return jax.lax.scan(lambda x, group: (jax.checkpoint(scanned)(group, x), None), x, groups)[0]
 
 
-def stacked_in_the_step(params: Tree, x: jax.Array) -> jax.Array:
-    return scanned(jnp.stack(jax.tree.leaves(params)), x)
-
-
-def siamese(params: jax.Array, x: jax.Array) -> jax.Array:
-    half = TOKENS // 2
-    return scanned(params, x[:half]) - scanned(params, x[half:])
-
-
 def of_two_kinds(params: Tree, x: jax.Array) -> jax.Array:
     def block(x: jax.Array, p: Tree) -> jax.Array:
         return jax.nn.gelu(jnp.tanh(x @ p["a"]) @ p["b"]) + x
 
     return jax.lax.scan(lambda x, p: (jax.checkpoint(block)(x, p), None), x, params)[0]
-
-
-def by_index(params: jax.Array, x: jax.Array) -> jax.Array:
-    body = jax.checkpoint(layer)
-    return jax.lax.fori_loop(0, LAYERS, lambda k, x: body(x, params[k]), x)
 
 
 # --- gradients made elsewhere ----------------------------------------------------------------------------------------
@@ -434,11 +420,12 @@ KINDS = [
     Kind("optax.partition around two offloads", partitioned),
     Kind("a stack reshaped for a nested scan", one(loss_of(nested))),
     Kind("a stack reshaped for a nested scan, clipped", one(loss_of(nested), inner=CLIPPED), "pipelined"),
-    Kind("layers stacked in the step", one(loss_of(stacked_in_the_step), MATRICES)),
-    Kind("one stack in two scans, as in DPO", one(loss_of(siamese))),
+    Kind("layers stacked in the step", one(loss_of(lambda p, x: scanned(jnp.stack(p), x)), MATRICES)),
+    Kind("one stack in two scans, as in DPO", one(loss_of(lambda p, x: scanned(p, x[:HALF]) - scanned(p, x[HALF:])))),
     Kind("a scan over pairs of layers", one(loss_of(of_two_kinds), {"a": STACK, "b": STACK})),
     Kind("a scan with unroll=2", one(loss_of(partial(scanned, unroll=2)))),
-    Kind("fori_loop by index", one(loss_of(by_index))),
+    Kind("fori_loop by index", one(loss_of(
+        lambda p, x: jax.lax.fori_loop(0, LAYERS, lambda k, x: jax.checkpoint(layer)(x, p[k]), x)))),
     Kind("the whole step in a shard_map", partial(data_parallel, True, ADAMW)),
     Kind("shard_map, the update outside", partial(data_parallel, False, ADAMW)),
     Kind("shard_map, the update outside, clipped", partial(data_parallel, False, CLIPPED), "pipelined"),
@@ -450,7 +437,7 @@ KINDS = [
     Kind("nnx, split and merged", nnx_functional, package="flax"),
     Kind("Equinox, partitioned", equinox, package="equinox"),
     Kind("Haiku layer_stack", haiku, package="haiku"),
-]
+]  # fmt: skip
 
 
 def resident(inner: Any) -> Any:

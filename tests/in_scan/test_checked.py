@@ -17,10 +17,6 @@ from tests.support.steps import ADAMW, assert_as_plain, offloaded, step_of
 pytestmark = pytest.mark.filterwarnings("always:jax_offload")
 
 
-def without_a_part(parts):
-    return parts[1:]
-
-
 def with_results_exchanged(parts):
     return [
         dataclasses.replace(part, makes=part.makes[::-1]) if isinstance(part.payload, Update) else part
@@ -49,20 +45,16 @@ def parts_of(broken):
     return lambda found: found and dataclasses.replace(found, parts=broken(found.parts))
 
 
-def fewer_stages(found):
-    """The programs that overlap best lack one: the step runs in those that it was cut in."""
-    return dataclasses.replace(found, stages=found.stages[1:])
-
-
 HOST = {"gradients": "host"}
 WAITS = "gradients wait on the device, as its rewriting failed .CannotRewrite: "
 BROKEN = [  # the decision, what breaks its result, the step, its options, and what is said
     *((rewritten, "parts_of", parts_of(broken), way, {}, f"its rewriting failed .{why}")
       for way in (jo.jit, jo.pipelined)
-      for broken, why in ((without_a_part, "CannotRewrite: (a part reads|no part makes)"),
+      for broken, why in ((lambda parts: parts[1:], "CannotRewrite: (a part reads|no part makes)"),
                           (with_results_exchanged, "CannotRewrite: a part makes .* in place of"),
                           (failing, "KeyError: 'a policy'"))),
-    (driven, "arranged", fewer_stages, jo.jit, {},
+    # the programs that overlap best lack one: the step runs in those that it was cut in
+    (driven, "arranged", lambda found: dataclasses.replace(found, stages=found.stages[1:]), jo.jit, {},
      "runs in fewer programs, .* its rewriting failed .CannotRewrite: a part reads"),
     (rotated, "_of_update", with_an_early_load, jo.pipelined, HOST, WAITS + "a part reads .*, and none before"),
     (rotated, "_of_update", with_another_memory, jo.pipelined, HOST, WAITS + "an update has .* in place of"),

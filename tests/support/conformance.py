@@ -71,10 +71,6 @@ def is_wrapped(x: object) -> bool:
     return isinstance(x, base.GradientTransformation) and x in _plain
 
 
-def unwrapped(tree: Any) -> Any:
-    return jax.tree.map(lambda x: _plain[x] if is_wrapped(x) else x, tree, is_leaf=is_wrapped)
-
-
 def within_optax(function: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(function)
     def call(*args, **kwargs):
@@ -94,7 +90,9 @@ def patched(factory: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(factory)
     def make(*args, **kwargs):
-        args, kwargs = unwrapped((args, kwargs))
+        args, kwargs = jax.tree.map(
+            lambda x: _plain.get(x, x) if is_wrapped(x) else x, (args, kwargs), is_leaf=is_wrapped
+        )
         result = plain_factory(*args, **kwargs)
         return result if _depth else wrap(result)
 

@@ -458,11 +458,6 @@ OPTIMIZERS: dict[str, Callable[[], optax.GradientTransformation]] = {
 }
 
 
-def injecting(inner: Any) -> optax.GradientTransformation:
-    make = lambda factor: optax.chain(inner, optax.scale(factor))  # noqa: E731
-    return optax.inject_hyperparams(make)(factor=lambda count: 1.0 / (1.0 + count))
-
-
 WRAPPERS: dict[str | None, Callable[[Any], optax.GradientTransformation]] = {
     None: lambda inner: inner,
     "clip": lambda inner: optax.chain(optax.clip_by_global_norm(0.05), inner),
@@ -472,7 +467,9 @@ WRAPPERS: dict[str | None, Callable[[Any], optax.GradientTransformation]] = {
     "apply_if_finite": lambda inner: optax.apply_if_finite(inner, 3),
     "masked": lambda inner: optax.chain(optax.masked(inner, matrices), optax.scale(0.9)),
     "partition": lambda inner: optax.partition({"matrix": inner, "rest": optax.sgd(1e-1, momentum=0.9)}, labels),
-    "inject": injecting,
+    "inject": lambda inner: optax.inject_hyperparams(lambda factor: optax.chain(inner, optax.scale(factor)))(
+        factor=lambda count: 1.0 / (1.0 + count)
+    ),
     "ema": lambda inner: optax.chain(inner, optax.ema(0.9)),
     "zero_nans": lambda inner: optax.chain(optax.zero_nans(), inner),
     "named_chain": lambda inner: optax.named_chain(("clip", optax.clip(0.1)), ("inner", inner)),

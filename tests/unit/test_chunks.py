@@ -202,13 +202,11 @@ INTEGERS = {
 }  # fmt: skip
 
 
-def in_its_type(of):
-    """A value of the leaf's own type, of whatever a primitive makes."""
-    return lambda x, y, n: jnp.real(of(x, y)).astype(x.dtype)
-
-
 CASES = ONCE | PARTS | {name: fun for name, (fun, _) in STAYS.items()}
-CASES |= {f"{name}, elementwise": in_its_type(of) for name, of in (ELEMENTWISE | INTEGERS).items()}
+CASES |= {  # a value of the leaf's own type, of whatever a primitive makes
+    f"{name}, elementwise": lambda x, y, n, of=of: jnp.real(of(x, y)).astype(x.dtype)
+    for name, of in (ELEMENTWISE | INTEGERS).items()
+}
 TYPES = {f"reduce_{name} {of}": dtype for name, (_, dtype) in REDUCE.items() for of in ("of each row", "over all rows")}
 TYPES |= {f"{name}, elementwise": I32 for name in INTEGERS}
 
