@@ -98,10 +98,7 @@ def test_rules_mean_the_same_in_a_box(kind):
     assert {leaf.param for leaf in table.leaves if leaf.host} == {"up/kernel"}
     with pytest.raises(ValueError, match=r"no parameter's path matches \['value'\].* down/kernel, up/kernel"):
         jo.placement(jo.offload(optax.adamw(1e-3), select="value"), params)
-
-
-def test_a_value_with_siblings_is_no_box():
-    attention = nnx.State({name: nnx.Param(jnp.ones((8, 8))) for name in ("query", "value")})
+    attention = nnx.State({name: nnx.Param(jnp.ones((8, 8))) for name in ("query", "value")})  # with siblings no box
     table = jo.placement(jo.offload(optax.sgd(1e-3, momentum=0.9), min_bytes=0), attention)
     assert [leaf.param for leaf in table.leaves] == ["query", "value"]
 

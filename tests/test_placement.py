@@ -56,28 +56,27 @@ def test_a_fraction_takes_the_last_layers_first():
     assert "layers_10/w" in names and not names & {"layers_2/w", "embed", "head"}  # numbers count as numbers
 
 
+BOTH, SUBTREES = {"layers_0/w", "layers_1/w"}, {"layers_0/w", "layers_0/b", "head"}
+WEIGHT = {"w": True, "b": False}
+
+
+@pytest.mark.daily("each is a form of an option")
 @pytest.mark.parametrize(
-    "select",
+    ("option", "value", "names"),
     [
-        r"layers_[01]/w$",
-        [r"layers_0/w", "layers_1/w"],
-        lambda path, leaf: leaf.ndim == 2 and path.startswith("layers"),
-        {"embed": False, "layers_0": {"w": True, "b": False}, "layers_1": {"w": True, "b": False}, "head": False},
+        ("select", r"layers_[01]/w$", BOTH),
+        ("select", [r"layers_0/w", "layers_1/w"], BOTH),
+        ("select", lambda path, leaf: leaf.ndim == 2 and path.startswith("layers"), BOTH),
+        ("select", {"embed": False, "layers_0": WEIGHT, "layers_1": WEIGHT, "head": False}, BOTH),
+        # a prefix tree decides for whole subtrees
+        ("select", {"embed": False, "layers_0": True, "layers_1": False, "head": True}, SUBTREES),
+        ("fraction", {"embed": 0.0, "layers_0": 1.0, "layers_1": 0.0, "head": 1.0}, SUBTREES),
     ],
 )
-def test_select(select):
-    tx = jo.offload(optax.adamw(1e-3), select=select, min_bytes=0)
-    leaves = jo.placement(tx, layers(2)).leaves
-    assert {leaf.param for leaf in leaves if leaf.host} == {"layers_0/w", "layers_1/w"}
-    assert {leaf.why for leaf in leaves if not leaf.host} == {"not selected", "rank 0"}
-
-
-@pytest.mark.parametrize(("option", "yes", "no"), [("select", True, False), ("fraction", 1.0, 0.0)])
-def test_a_prefix_tree_decides_for_whole_subtrees(option, yes, no):
-    tree = {"embed": no, "layers_0": yes, "layers_1": no, "head": yes}
-    tx = jo.offload(optax.adamw(1e-3), **{option: tree}, min_bytes=0)
-    names = {leaf.param for leaf in jo.placement(tx, layers(2)).leaves if leaf.host}
-    assert names == {"layers_0/w", "layers_0/b", "head"}
+def test_which_leaves_are_chosen(option, value, names):
+    leaves = jo.placement(jo.offload(optax.adamw(1e-3), **{option: value}, min_bytes=0), layers(2)).leaves
+    assert {leaf.param for leaf in leaves if leaf.host} == names
+    assert option == "fraction" or {leaf.why for leaf in leaves if not leaf.host} == {"not selected", "rank 0"}
 
 
 def test_keys_and_scalars_stay_whatever_the_options_say():
