@@ -157,13 +157,8 @@ def test_gradients_that_wait_for_each_other_are_in_the_table_of_a_step():
     params = {f"w{k}": S((512, 512), jnp.float32) for k in range(3)}
     tx = jo.offload(optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-3)), min_bytes=0)
 
-    def loss(params):
-        return sum(jnp.vdot(w, w) for w in params.values())
-
-    def step(params, state):
-        return tx.update(jax.grad(loss)(params), state, params)
-
-    table = jo.placement(step, params, jo.abstract_state(tx, params))
+    slope = jax.grad(lambda params: sum(jnp.vdot(w, w) for w in params.values()))
+    table = jo.placement(lambda p, s: tx.update(slope(p), s, p), params, jo.abstract_state(tx, params))
     assert table.in_turn == ("uses gradients in turn, 2 of them once the one before has been",)
     assert f"before anything is loaded: {table.in_turn[0]}" in words(table)
 

@@ -226,28 +226,17 @@ class Slots(NamedTuple):
     moment: Any
 
 
-def slots() -> optax.GradientTransformation:
-    """Like Shampoo: a node with a list of matrices for each parameter."""
-
-    def init(params: Any) -> Any:
-        return jax.tree.map(lambda p: Slots([jnp.zeros((n, n)) for n in p.shape], jnp.zeros_like(p)), params)
-
-    return optax.GradientTransformation(init, lambda updates, state, params=None: (updates, state))
-
-
-def pair_of_trees() -> optax.GradientTransformation:
-    """A state that is a plain tuple."""
-
-    def init(params: Any) -> Any:
-        return tuple(jax.tree.map(jnp.zeros_like, params) for _ in range(2))
-
-    return optax.GradientTransformation(init, lambda updates, state, params=None: (updates, state))
+def keeping(init: Any) -> Any:
+    """An optimizer that only has a state."""
+    return lambda: optax.GradientTransformation(init, lambda updates, state, params=None: (updates, state))
 
 
 WITH_LEAVES = {name: entry.make for name, entry in TABLE.items() if not entry.per_example}
 WITH_LEAVES |= {
-    "slots": slots,
-    "pair of trees": pair_of_trees,
+    "slots": keeping(  # as in Shampoo, a node with a list of matrices for each parameter
+        lambda params: jax.tree.map(lambda p: Slots([jnp.zeros((n, n)) for n in p.shape], jnp.zeros_like(p)), params)
+    ),
+    "pair of trees": keeping(lambda params: tuple(jax.tree.map(jnp.zeros_like, params) for _ in range(2))),
     "chain of two": lambda: optax.chain(optax.scale_by_sm3(), optax.trace(0.9)),
     "chain of four": lambda: optax.chain(optax.trace(0.9), optax.scale_by_sm3(), optax.ema(0.9), optax.scale(1.0)),
     "mu alone": lambda: optax.chain(optax.scale_by_factored_rms(min_dim_size_to_factor=2), optax.scale(1.0)),

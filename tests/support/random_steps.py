@@ -371,8 +371,7 @@ def by_rates() -> optax.GradientTransformation:
 def keeping_gradients(all_of_them: bool) -> optax.GradientTransformation:
     """A transformation that keeps the last gradients, which are made before any state is read, and the ones before."""
 
-    def init(params: Any) -> Any:
-        return {"last": jax.tree.map(jnp.zeros_like, params), "before": jax.tree.map(jnp.ones_like, params)}
+    init = lambda p: {"last": jax.tree.map(jnp.zeros_like, p), "before": jax.tree.map(jnp.ones_like, p)}  # noqa: E731
 
     def update(updates: Any, state: Any, params: Any = None) -> Any:
         scaled = jax.tree.map(
@@ -387,13 +386,10 @@ def keeping_gradients(all_of_them: bool) -> optax.GradientTransformation:
 def rotating() -> optax.GradientTransformation:
     """A transformation whose two buffers change places, so that a new leaf is no leaf's next value."""
 
-    def init(params: Any) -> Any:
-        return jax.tree.map(jnp.zeros_like, params), jax.tree.map(jnp.ones_like, params)
-
-    def update(updates: Any, state: Any, params: Any = None) -> Any:
-        return optax.tree.scale(-1e-2, updates), (state[1], jax.tree.map(jnp.add, updates, state[0]))
-
-    return optax.GradientTransformation(init, update)
+    return optax.GradientTransformation(
+        lambda p: (jax.tree.map(jnp.zeros_like, p), jax.tree.map(jnp.ones_like, p)),
+        lambda u, s, p=None: (optax.tree.scale(-1e-2, u), (s[1], jax.tree.map(jnp.add, u, s[0]))),
+    )
 
 
 def without_means() -> optax.GradientTransformation:
@@ -405,8 +401,7 @@ def without_means() -> optax.GradientTransformation:
 def with_slow_weights() -> optax.GradientTransformation:
     """A transformation that keeps parameters in its state, and takes them over every third step, like lookahead."""
 
-    def init(params: Any) -> Any:
-        return {"slow": jax.tree.map(jnp.copy, params), "count": jnp.zeros((), jnp.int32)}
+    init = lambda p: {"slow": jax.tree.map(jnp.copy, p), "count": jnp.zeros((), jnp.int32)}  # noqa: E731
 
     def update(updates: Any, state: Any, params: Any) -> Any:
         sync = state["count"] % 3 == 2
