@@ -32,17 +32,6 @@ def trained(tx, p, n=3):
     return p, state
 
 
-def test_to_device_and_back():
-    tx, p = jo.offload(optax.adamw(1e-3), fraction=0.5, min_bytes=0), params()
-    _, state = trained(tx, p)
-    resident = jo.to_device(state)
-    assert set(jax.tree.leaves(kinds_of(resident))) == {DEVICE}
-    assert_equal(resident, state)
-    for back in (jo.to_host(tx, resident), jo.to_host(tx, resident, p), jax.jit(lambda s: jo.to_host(tx, s))(resident)):
-        assert kinds_of(back) == kinds_of(state)
-        assert_equal(back, state)
-
-
 def test_a_resident_state_that_is_moved_is_committed():
     """Its count too, as every step returns it, so that the second step does not compile again."""
     p = params()
@@ -66,14 +55,18 @@ def test_to_host_without_params_refuses_to_guess():
     assert kinds_of(moved) == kinds_of(tx.init(params))
 
 
+@pytest.mark.daily("each way")
+@pytest.mark.parametrize("jitted", [False, True])
 @pytest.mark.parametrize(
-    ("through", "jitted"),
-    [(lambda s: pickle.loads(pickle.dumps(s)), False), (lambda s: jax.tree.map(np.asarray, s), True)],
+    "through", [jo.to_device, lambda s: pickle.loads(pickle.dumps(s)), lambda s: jax.tree.map(np.asarray, s)]
 )
-def test_to_host_of_what_pickle_or_numpy_has_brought_to_the_device(through, jitted):
+def test_to_the_device_and_back(through, jitted):
+    """By ``to_device``; or by pickle or NumPy, which have it there too."""
     tx, p = jo.offload(optax.adamw(1e-3), fraction=0.5, min_bytes=0), params()
     _, state = trained(tx, p)
     given = through(state)
+    assert through is not jo.to_device or set(jax.tree.leaves(kinds_of(given))) == {DEVICE}
+    assert_equal(given, state)
     with pytest.warns(UserWarning, match=r"were in host memory .* pickle and NumPy do.*jax_offload.to_host\(tx, s"):
         tx.update(p, given, p)
     for args in ((given,), (given, p)):
