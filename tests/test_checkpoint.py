@@ -6,6 +6,7 @@ import gc
 import shutil
 import sys
 import threading
+import types
 import warnings
 from functools import partial
 from unittest import mock
@@ -212,19 +213,13 @@ def test_without_copies_the_save_holds_the_states_own_memory():
         assert_placed(saved, tree)
 
 
-@jax.tree_util.register_pytree_node_class
-class Pair:
+class Pair(types.SimpleNamespace):
     """A node whose children have no names."""
 
-    def __init__(self, *children):
-        self.children = children
 
-    def tree_flatten(self):
-        return self.children, None
-
-    @classmethod
-    def tree_unflatten(cls, _, children):
-        return cls(*children)
+jax.tree_util.register_pytree_node(
+    Pair, lambda pair: ((pair.left, pair.right), None), lambda _, children: Pair(left=children[0], right=children[1])
+)
 
 
 def nnx_state():
@@ -237,7 +232,7 @@ def nnx_state():
     "make",
     [
         nnx_state,
-        lambda: {"pair": Pair(jnp.ones(3), jnp.zeros(2)), "none": None, "empty": {}, "nothing": ()},
+        lambda: {"pair": Pair(left=jnp.ones(3), right=jnp.zeros(2)), "none": None, "empty": {}, "nothing": ()},
         lambda: {1: jnp.ones(3), 10: [jnp.ones(2), (jnp.zeros(3),)]},
         lambda: {"a/b": jnp.ones(3), "a": {"c": jnp.ones(2)}, "d.e": jnp.zeros(2)},
     ],
