@@ -11,18 +11,16 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import jax
 from jax.core import Tracer
 
-from jax_offload._program.jaxprs import jax_fun
 from jax_offload._program.jaxprs import jit as jit_of_jax
-from jax_offload._rewrite.inlined import traced_step
+from jax_offload._program.memory import sharding_of
 from jax_offload._step.jit import Jitted
-from jax_offload._step.rotated import Aux, Carry, Rotated, Types, array_of
+from jax_offload._step.rotated import Aux, Carry, Rotated, Values, array_of
 
 
 def pipelined(
@@ -85,11 +83,15 @@ def pipelined(
       >>> carry, aux = train((w, tx.init(w)), x)
       >>> w, state = train.finish(train(carry, x)[0])
     """
-    step = step._fun if isinstance(step, Jitted) else step  # it rewrites the whole, turned round
-    given = {"donate_argnames": donate_argnames, "donate_argnums": donate_argnums}
-    jit_of_jax(step, **given, static_argnames=static_argnames, static_argnums=static_argnums)  # it checks all of them
-    carried = _chosen(step, "donate_argnames", donate_argnums, donate_argnames)
-    if not carried:
+    jit_of_jax(  # it checks all of them
+        step,
+        donate_argnames=donate_argnames,
+        donate_argnums=donate_argnums,
+        static_argnames=static_argnames,
+        static_argnums=static_argnums,
+    )
+    names = _chosen(step, "donate_argnames", donate_argnums, donate_argnames)
+    if not names:
         raise ValueError(
             f"donate_argnames: expected names among {list(inspect.signature(step).parameters)}, got "
             f"{donate_argnames!r}; name what the step carries from call to call, its parameters and state."
@@ -97,23 +99,22 @@ def pipelined(
     if gradients not in ("device", "host"):
         raise ValueError(f"gradients: expected 'device' or 'host', got {gradients!r}.")
     static = _chosen(step, "static_argnames", static_argnums, static_argnames)
-    if both := {*carried} & {*static}:
+    if both := {*names} & {*static}:
         raise ValueError(f"static_argnames: a carried argument cannot be static; got {sorted(both)} in both.")
-    return Pipelined(step, carried, static, on_host=gradients == "host")
+    return Pipelined(step, names, static, gradients == "host")
 
 
 def _chosen(
     step: Callable[..., Any], option: str, numbers: int | Sequence[int], names: str | Sequence[str]
 ) -> tuple[str, ...]:
     """Return the parameters that are chosen by position or by name, which jax has checked, in their own order."""
-    parameters = inspect.signature(step).parameters
-    places = (numbers,) if isinstance(numbers, int) else numbers
-    wanted = {*([*parameters][k] for k in places), *((names,) if isinstance(names, str) else names)}
-    chosen = tuple(name for name in parameters if name in wanted)
-    kinds = inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD
-    if various := [str(parameters[name]) for name in chosen if parameters[name].kind in kinds]:
+    parameters = [*inspect.signature(step).parameters.values()]
+    numbers, names = [numbers] if isinstance(numbers, int) else numbers, [names] if isinstance(names, str) else names
+    named = {*names, *(parameters[min(k, len(parameters) - 1)].name for k in numbers)}
+    chosen = [x for x in parameters if x.name in named]
+    if various := [x for x in chosen if x.kind in (x.VAR_POSITIONAL, x.VAR_KEYWORD)]:
         raise ValueError(f"{option}: {various[0]} stands for several arguments; give each a name of its own.")
-    return chosen
+    return tuple(x.name for x in chosen)
 
 
 class Pipelined:
@@ -139,17 +140,17 @@ class Pipelined:
     """
 
     def __init__(
-        self, step: Callable[..., Any], names: tuple[str, ...], static: tuple[str, ...], *, on_host: bool = False
+        self, step: Callable[..., Any], names: tuple[str, ...], static: tuple[str, ...], on_host: bool = False
     ) -> None:
-        self.step, self._names, self._static, self.on_host = step, names, static, on_host
+        functools.update_wrapper(self, step, updated=())
+        self.step, self.names, self.on_host, self._static = step, names, on_host, static
+        self._expected = f"expected what the last call returned, or at first the tuple ({', '.join(names)})"
         self._signature = inspect.signature(step)
-        self._rest = self._signature.replace(
-            parameters=[p for name, p in self._signature.parameters.items() if name not in names]
-        )
-        of_static = range(2, 2 + len(static))
-        self._by_name = jit_of_jax(self._loaded, static_argnums=of_static)
-        self._start = Jitted(self._before, {"static_argnums": of_static})
-        self._programs: dict[Any, Rotated] = {}
+        others = [x for name, x in self._signature.parameters.items() if name not in names]
+        self._rest = self._signature.replace(parameters=others)
+        # jax keeps one of them for arguments of the same types, static arguments and settings of jax
+        turn = jit_of_jax(functools.partial(Rotated, self), static_argnums=(0, *range(3, 3 + len(static))))
+        self.program: Callable[..., Rotated] = turn.eval_shape
 
     def __call__(self, carry: Any, *args: Any, **kwargs: Any) -> tuple[Carry, Aux]:
         """Run the pending update, then compute the gradients of the next batch.
@@ -169,24 +170,7 @@ class Pipelined:
           ValueError: ``carry`` was used already, or belongs to another step; or the step cannot be pipelined, as
             ``pipelined`` says.
         """
-        try:
-            rest = self._rest.bind(*args, **kwargs).arguments
-        except TypeError as error:
-            raise TypeError(
-                f"{error}: expected what the last call returned, or at first the tuple ({', '.join(self._names)}), and "
-                f"then ({', '.join(self._rest.parameters)})."
-            ) from error
-        return self._run(carry, *self._parted(rest))
-
-    def _run(self, carry: Any, rest: Mapping[str, Any], static: Sequence[Any]) -> tuple[Carry, Aux]:
-        if not isinstance(carry, Carry):
-            carried = jax.tree.map(array_of, self._carried(carry))
-            leaves = jax.tree.leaves(carried)
-            produced, given, now, program = self._start(Types.of(carried), (leaves, rest), *static)
-            return Carry((program.own(leaves), produced, given), 0, program), Aux(now, None, 0)
-        kept, late, now, program = self._of(carry).train(*carry.kept, rest, *static)
-        carry.used, number = True, _number(carry.step) + 1
-        return Carry(kept, number, program), Aux(now, late, number)
+        return self._run(*self._of_call(carry, *args, **kwargs))
 
     def finish(self, carry: Any, *, with_late: bool = False) -> Any:
         """Run the pending update alone: before an evaluation or a checkpoint, and at the end.
@@ -203,15 +187,13 @@ class Pipelined:
           TypeError: ``carry`` is neither a carry nor the carried arguments.
           ValueError: ``carry`` was used already, or belongs to another step.
         """
-        if not isinstance(carry, Carry):
-            self._carried(carry)
+        pending = self._checked(carry)
+        if not isinstance(pending, Carry):
             return (carry, None) if with_late else carry
-        program = self._of(carry)
-        carry.used = True
-        leaves, late = program.finish(*carry.kept)
-        results = jax.tree.unflatten(program.types.tree, leaves)
-        results = results[0] if len(results) == 1 else results
-        return (results, late) if with_late else results
+        leaves, late = pending.program.finish(*pending.kept)
+        results = jax.tree.unflatten(pending.program.tree, leaves)
+        found = results if len(results) > 1 else results[0]
+        return (found, late) if with_late else found
 
     def params(self, carry: Any) -> Any:
         """Return the current parameters after the pending update, which stays pending.
@@ -227,27 +209,24 @@ class Pipelined:
           ValueError: ``carry`` was used already or belongs to another step, or no carried argument is or has
             ``params``.
         """
-        program = self._of(carry) if isinstance(carry, Carry) else None
-        carried = self._carried(carry) if program is None else program.types.carried
-        if "params" in self._names:
-            owner, attribute = self._names.index("params"), None
-        else:
-            owners = [k for k, x in enumerate(carried) if hasattr(x, "params")]
-            if len(owners) != 1:
-                raise ValueError(
-                    f"params: no carried argument is called 'params', and {len(owners)} of {self._names} have that "
-                    "attribute. Fix: call the step's parameters params, or take them from train.finish(carry)."
-                )
-            owner, attribute = owners[0], "params"
-        if program is not None:
-            return program.look(*carry.kept, owner, attribute)
-        return getattr(carried[owner], attribute) if attribute else carried[owner]
+        pending = self._checked(carry)
+        carried = pending.program.carried.values() if isinstance(pending, Carry) else pending
+        owners = [(k, "params") for k, x in enumerate(carried) if hasattr(x, "params")]
+        found = [(k, "") for k, name in enumerate(self.names) if name == "params"] or owners
+        if len(found) != 1:
+            raise ValueError(
+                f"params: no carried argument is called 'params', and {len(owners)} of {self.names} have that "
+                "attribute. Fix: call the step's parameters params, or take them from train.finish(carry)."
+            )
+        ((place, attribute),) = found
+        if isinstance(pending, Carry):
+            return pending.program.look(*pending.kept, place, attribute)
+        return pending[place].params if attribute else pending[place]
 
     def whole_step(self, *args: Any, **kwargs: Any) -> Any:
         """Call the step twice with the original step's arguments: what ``jax_offload.placement`` traces."""
-        carried, rest, static = self._given(args, kwargs)
-        carry, _ = self._run(carried[0] if len(carried) == 1 else carried, rest, static)
-        return self._run(carry, rest, static)
+        carried, *others = self._given(args, kwargs)
+        return self._run(self._run(carried, *others)[0], *others)
 
     def turned(self, *args: Any, **kwargs: Any) -> tuple[Jitted, tuple[Any, ...], dict[str, Any]]:
         """Return the call as jax compiles it, its arguments, and the types of the carried values, for ``inspect``.
@@ -259,97 +238,75 @@ class Pipelined:
         Raises:
           TypeError: the arguments fit neither.
         """
-        if args and isinstance(args[0], Carry):
-            program, kept = self._of(args[0]), args[0].kept
-            rest, static = self._parted(self._rest.bind(*args[1:], **kwargs).arguments)
+        carry, rest, *static = self._given(args, kwargs)
+        if isinstance(carry, Carry):
+            program, kept = carry.program, carry.kept
         else:
-            carried, rest, static = self._given(args, kwargs)
-            carried = jax.tree.map(array_of, carried)
-            program = self._program(Types.of(carried), rest, static)
-            kept = program.kept(jax.tree.leaves(carried), jax.tree.leaves(rest))
-        carried = dict(zip(self._names, program.types.carried, strict=True))
-        return program.train, (*kept, rest, *static), carried
-
-    def _given(self, args: Any, kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any], list[Any]]:
-        """Return the carried arguments of the original step, the others, and the static ones."""
-        try:
-            given = self._signature.bind(*args, **kwargs).arguments
-        except TypeError as error:
-            with contextlib.suppress(TypeError, IndexError):  # of a first call
-                rest = self._rest.bind(*args[1:], **kwargs).arguments
-                return self._carried(args[0]), *self._parted(rest)
-            raise TypeError(
-                f"{error}: expected the step's arguments, {', '.join(self._signature.parameters)}, or a carry and the "
-                "others."
-            ) from error
-        if missing := [name for name in self._names if name not in given]:
-            raise TypeError(f"step: {', '.join(missing)}: missing; carried arguments have no default.")
-        return tuple(given[name] for name in self._names), *self._parted(given)
-
-    def _carried(self, carry: Any) -> tuple[Any, ...]:
-        """Return the carried arguments of a first call."""
-        values = [carry] if len(self._names) == 1 else carry
-        if not isinstance(values, (tuple, list)) or len(values) != len(self._names):
-            count = f" of {len(carry)}" if isinstance(carry, (tuple, list)) else ""
-            raise TypeError(
-                f"carry: expected what the last call returned, or at first the tuple ({', '.join(self._names)}), got a "
-                f"{type(carry).__name__}{count}."
-            )
-        _check_unused(values)
-        return tuple(values)
-
-    def _of(self, carry: Carry) -> Rotated:
-        if not any(carry.program is program for program in self._programs.values()):
-            raise ValueError("carry: is of another pipelined step; finish it there, and begin here with the result.")
-        _check_unused(carry.kept[0], carry.used)
-        return carry.program
-
-    def _parted(self, given: Mapping[str, Any]) -> tuple[dict[str, Any], list[Any]]:
-        """Return the arguments that are neither carried nor static, and the static ones, ``empty`` if left out."""
-        rest = {name: x for name, x in given.items() if name not in (*self._names, *self._static)}
-        return rest, [given.get(name, inspect.Parameter.empty) for name in self._static]
-
-    def _loaded(self, *given: Any) -> Any:
-        """Call the step of its carried arguments, the others by name, and the static ones."""
-        closed, result = traced_step(self._called, *given, static=range(2, len(given)))
-        return jax.tree.unflatten(result, jax_fun(closed)(*jax.tree.leaves(given[:2])))
-
-    def _called(self, carried: Sequence[Any], rest: Mapping[str, Any], *static: Any) -> Any:
-        fixed = {name: x for name, x in zip(self._static, static, strict=True) if x is not inspect.Parameter.empty}
-        every = dict(zip(self._names, carried, strict=True)) | fixed | dict(rest)
-        in_order = {name: every[name] for name in self._signature.parameters if name in every}
-        bound = inspect.BoundArguments(self._signature, in_order)  # pyright: ignore[reportArgumentType]
-        return self.step(*bound.args, **bound.kwargs)
-
-    def _program(self, types: Types, rest: Mapping[str, Any], static: Sequence[Any]) -> Rotated:
-        """The step turned round. jax keeps one trace for each program: for arguments of the same types,
-        static arguments, settings of jax."""
-        traced = self._by_name.trace(types.carried, rest, *static)
-        key = traced.jaxpr, types
-        if key not in self._programs:
-            how = {"statics": len(static), "gradients_on_host": self.on_host}
-            self._programs[key] = Rotated(traced, types, self._names, self._program, **how)
-        return self._programs[key]
-
-    def _before(self, types: Types, given: tuple[Sequence[Any], Mapping[str, Any]], *static: Any) -> Any:
-        """Run the first part of the step, without an update to run."""
-        program = self._program(types, given[1], static)
-        return *program.before(given[0], jax.tree.leaves(given[1])), program
+            program, leaves = self._begun(carry, rest, *static)
+            kept = program.kept(leaves, rest)
+        return program.train, (*kept, rest, *static), dict(sorted(program.carried.items()))  # as jax sorts them
 
     def __reduce__(self) -> Any:
-        return functools.partial(Pipelined, on_host=self.on_host), (self.step, self._names, self._static)
+        return Pipelined, (self.step, self.names, self._static, self.on_host)
 
+    def _run(self, carry: Any, rest: Values, *static: Any) -> tuple[Carry, Aux]:
+        """Call the step with a carry, or with carried arguments."""
+        if isinstance(carry, Carry):
+            kept, late, now, following = carry.program.train(*carry.kept, rest, *static)
+            step: Any = 1 + (carry.step if isinstance(carry.step, Tracer) else int(carry.step))  # an array, if restored
+            return Carry(kept, step, following), Aux(now, late, step)
+        program, leaves = self._begun(carry, rest, *static)
+        made, given, now = program.first(leaves, rest, *static)
+        return Carry((program.own(leaves), made, given), 0, program), Aux(now, None, 0)
 
-def _check_unused(values: Any, used: bool = False) -> None:
-    """Raise ``ValueError`` if a carry was used: the second call donates the values of the first one, too."""
-    arrays = (x for x in jax.tree.leaves(values) if isinstance(x, jax.Array) and not isinstance(x, Tracer))
-    if used or any(x.is_deleted() for x in arrays):
-        raise ValueError(
-            "carry: was used already, or the one that it came from, and its arrays are gone; use what the last call "
-            "has returned."
-        )
+    def _begun(self, carried: tuple[Any, ...], rest: Values, *static: Any) -> tuple[Rotated, list[Any]]:
+        """Return the step turned round for arguments of these types, and the carried leaves as arrays."""
+        leaves = jax.tree.leaves(carried := jax.tree.map(array_of, carried))
+        return self.program(tuple(map(sharding_of, leaves)), carried, rest, *static), leaves
 
+    def called(self, carried: tuple[Any, ...], rest: Values, *static: Any) -> Any:
+        """Call the step of its carried arguments, the others by name, and the static ones."""
+        given = rest | dict(zip((*self.names, *self._static), (*carried, *static), strict=True))
+        ordered = {name: given[name] for name in self._signature.parameters if name in given}
+        call = inspect.BoundArguments(self._signature, ordered)  # pyright: ignore[reportArgumentType]
+        return self.step(*call.args, **call.kwargs)
 
-def _number(x: Any) -> Any:
-    """The number of a step, of an array too: a carry may have been saved and restored."""
-    return x if isinstance(x, Tracer) else operator.index(x)
+    def _given(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
+        """Return a carry or carried arguments, the others by name, and static ones, of a call or the original step."""
+        with contextlib.suppress(TypeError):
+            return self._of_call(*args, **kwargs)
+        try:
+            given = self._signature.bind(*args, **kwargs).arguments
+            return tuple(given.pop(name) for name in self.names), *self._parted(given)
+        except (TypeError, KeyError) as error:
+            whole = ", ".join(self._signature.parameters)
+            raise TypeError(f"{error}: expected the step's arguments, {whole}, or a carry and the others.") from None
+
+    def _of_call(self, carry: Any, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
+        """Return the same, given the arguments of a call."""
+        try:
+            given = self._rest.bind(*args, **kwargs).arguments
+        except TypeError as error:
+            raise TypeError(f"{error}: {self._expected}, and then ({', '.join(self._rest.parameters)}).") from None
+        return self._checked(carry), *self._parted(given)
+
+    def _parted(self, given: Mapping[str, Any]) -> tuple[Any, ...]:
+        rest = {name: x for name, x in given.items() if name not in self._static}
+        return rest, *(given.get(name, self._signature.parameters[name].default) for name in self._static)
+
+    def _checked(self, carry: Any) -> Any:
+        """Return a carry, or the carried arguments of a first call; raise an error if it cannot be used."""
+        if isinstance(carry, Carry) and carry.program.of is not self:
+            raise ValueError("carry: is of another pipelined step; finish it there, and begin here with the result.")
+        pending = isinstance(carry, Carry)
+        found: Any = carry if pending or len(self.names) > 1 else (carry,)
+        if not pending and not (isinstance(found, tuple | list) and len(found) == len(self.names)):
+            count = f" of {len(carry)}" if isinstance(carry, tuple | list) else ""
+            raise TypeError(f"carry: {self._expected}, got a {type(carry).__name__}{count}.")
+        values = jax.tree.leaves(carry.kept[:2] if pending else found)  # the second call donates the first one's, too
+        if any(x.is_deleted() for x in values if isinstance(x, jax.Array) and not isinstance(x, Tracer)):
+            raise ValueError(
+                "carry: was used already, or the one that it came from, and its arrays are gone; use what the last "
+                "call has returned."
+            )
+        return carry if pending else tuple(found)
