@@ -132,14 +132,6 @@ def types(step, args):
     return jax.tree.unflatten(jax.tree.structure(traced.out_info), traced.jaxpr.out_avals)
 
 
-def one_device(tree):
-    return jax.tree.map(lambda x: SingleDeviceSharding(jax.devices()[0], memory_kind=KIND[x.memory_space]), tree)
-
-
-def commit(tree):
-    return jax.tree.map(lambda x: x if getattr(x, "committed", False) else jax.device_put(x, DEVICE), tree)
-
-
 # jax_offload.jit: no pair is crossed, and every buffer that can be reused is.
 
 
@@ -150,7 +142,8 @@ def test_donation_crosses_no_memory_kinds(case, platform):
     """Which values the steps give with what is donated: tests/test_random_steps.py."""
     step, args = make(case, optimizer(0.5))
     donate = CASES[case][1]
-    for arguments in args, commit(args):
+    committed = jax.tree.map(lambda x: x if getattr(x, "committed", False) else jax.device_put(x, DEVICE), args)
+    for arguments in args, committed:
         aliases, donors = pairs(jax.jit(step, donate_argnums=donate), *arguments, platform=platform)
         assert not crossed(aliases)
         possible = buffers([args[i] for i in np.atleast_1d(donate)]) & buffers(types(step, args))
@@ -162,7 +155,8 @@ def test_donation_crosses_no_memory_kinds(case, platform):
 @pytest.mark.parametrize("case", [case for case, (*_, unsafe) in CASES.items() if any(unsafe)])
 def test_donation_with_out_shardings(case):
     step, args = make(case, optimizer(1.0))
-    out_shardings = one_device(types(step, args))
+    place = lambda x: SingleDeviceSharding(jax.devices()[0], memory_kind=KIND[x.memory_space])  # noqa: E731
+    out_shardings = jax.tree.map(place, types(step, args))
     donating = jax.jit(step, donate_argnums=CASES[case][1], out_shardings=out_shardings, compiler_options=FAST)
     assert not crossed(pairs(donating, *args)[0])
     out = donating(*args)

@@ -33,12 +33,10 @@ LAYERS = [
 FLOOR = {folder: floor for floor, folders in enumerate(LAYERS) for folder in folders}
 
 
-def name_of(path):
-    parts = path.relative_to(PACKAGE).with_suffix("").parts
-    return ".".join(part for part in parts if part != "__init__")
-
-
-MODULES = {name_of(path): path for path in PACKAGE.rglob("*.py")}
+MODULES = {
+    ".".join(part for part in path.relative_to(PACKAGE).with_suffix("").parts if part != "__init__"): path
+    for path in PACKAGE.rglob("*.py")
+}
 
 
 def layer(module):
