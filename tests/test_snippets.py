@@ -11,7 +11,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterable
-from itertools import takewhile
+from os.path import commonprefix
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,8 @@ from flax.training.train_state import TrainState
 from jax.experimental.array_serialization import serialization
 
 import jax_offload as jo
+from tests.support.steps import assert_placed
+from tests.support.trees import assert_equal, kinds
 
 pytestmark = pytest.mark.daily("the docs")
 
@@ -159,12 +161,21 @@ def test_the_readme():
     assert (run.step, aux.now < found["aux"].now) == (1, True)
 
 
-@pytest.mark.parametrize(
-    "page", ["step", "options", pytest.param("recipes", marks=pytest.mark.long("many steps")), "state"]
-)
+RECIPES = pytest.param("recipes", marks=pytest.mark.long("many steps"))
+
+
+@pytest.mark.parametrize("page", ["step", "options", RECIPES, "state", "precision", "sharding", "host_cores"])
 def test_a_page(page, tmp_path):
     found = run(f"docs/{page}.md", Reader(tmp_path).namespace, without=TRAIN_STATE if page == "state" else "")
-    assert moments(found["state"]).sharding.memory_kind == "pinned_host"
+    if page == "host_cores":
+        found["state"] = found["step"](found["params"], found["tx"].init(found["params"]), found["batch"])[1]
+    moment = moments(found["state"])
+    assert moment.sharding.memory_kind == "pinned_host"
+    if page == "precision":
+        assert found["small"]["layers"].dtype == jnp.bfloat16
+        assert found["state"].inner_state[0].mu["layers"].values.dtype == jnp.int8
+    if page == "sharding":
+        assert moment.sharding.shard_shape(moment.shape) != moment.shape
 
 
 def in_section(title: str, page: str = "docs/frameworks.md") -> list[str]:
@@ -245,12 +256,8 @@ def changed(loop: str, change: str) -> str:
     lines = loop.splitlines()
     for line in change.splitlines():
         new, _, named = line.partition("  # before ")
-
-        def alike(k: int, begins: str = named or new) -> int:
-            pairs = zip(lines[k].strip(), begins, strict=False)
-            return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
-
-        place = max(range(len(lines)), key=alike)
+        begins = named or new
+        place = max(range(len(lines)), key=lambda k: len(commonprefix([lines[k].strip(), begins])))  # noqa: RUF071
         assert not named or lines[place].strip().startswith(named)
         indent = re.match(" *", lines[place])[0]
         lines[place : place + (not named)] = [indent + new]
@@ -316,24 +323,9 @@ def test_tensorstore(ocdbt, tmp_path, monkeypatch):
     monkeypatch.setattr(serialization, "get_tensorstore_spec", lambda path: spec_of(path, ocdbt=ocdbt))
     exec(BLOCK.search(page)[1], namespace)
     assert namespace["state"] is not state
-    for new, old, target in zip(*map(jax.tree.leaves, (namespace["state"], state, jo.abstract_state(tx, params))),
-                                strict=True):  # fmt: skip
-        assert (new.dtype, new.sharding) == (target.dtype, target.sharding)
-        assert new.sharding.memory_kind == old.sharding.memory_kind == ("pinned_host" if new.ndim else "device")
-        np.testing.assert_array_equal(new, old)
-
-
-def test_precision(tmp_path):
-    found = run("docs/precision.md", Reader(tmp_path).namespace | {"tx": None})
-    assert found["small"]["layers"].dtype == jnp.bfloat16
-    assert found["state"].inner_state[0].mu["layers"].values.dtype == jnp.int8
-
-
-def test_sharding(tmp_path):
-    found = run("docs/sharding.md", Reader(tmp_path).namespace)
-    moment = moments(found["state"])
-    assert moment.sharding.memory_kind == "pinned_host"
-    assert moment.sharding.shard_shape(moment.shape) != moment.shape
+    assert kinds(namespace["state"]) == kinds(state)
+    assert_placed(namespace["state"], jo.abstract_state(tx, params))
+    assert_equal(namespace["state"], state)
 
 
 def test_reading_a_plan(tmp_path, capsys, monkeypatch):
@@ -348,13 +340,6 @@ def test_reading_a_plan(tmp_path, capsys, monkeypatch):
     assert found["found"]["pipelined"].fits and not found["found"]["resident"].fits
     on_one = {"chip": "h200", "tokens_per_step": 8192, "layers": 32, "width": 4096}
     assert jo.plan(found["inner"], "1B", **on_one).code.startswith("tx = inner; step = jax.jit(")
-
-
-def test_updates_on_the_hosts_cores(tmp_path):
-    found = run("docs/host_cores.md", Reader(tmp_path).namespace)
-    state = found["tx"].init(found["params"])
-    _, state, _ = found["step"](found["params"], state, found["batch"])
-    assert state[0].mu["layers"].sharding.memory_kind == "pinned_host"
 
 
 def test_on_disk(tmp_path):
@@ -418,9 +403,6 @@ def test_links_lead_somewhere(page):
             continue
         target = folder / name if name else ROOT / page
         assert target.exists(), link
-        slugs = {
-            re.sub(r"[^\w\- ]", "", line.lstrip("# ").lower()).replace(" ", "-")
-            for line in target.read_text().splitlines()
-            if line.startswith("#")
-        } if heading else set()  # fmt: skip
+        titles = [line for line in (target.read_text() if heading else "").splitlines() if line.startswith("#")]
+        slugs = {re.sub(r"[^\w\- ]", "", title.lstrip("# ").lower()).replace(" ", "-") for title in titles}
         assert not heading or heading in slugs, link
