@@ -22,6 +22,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, SingleDev
 from orbax.checkpoint._src.serialization import serialization
 
 import jax_offload as jo
+from tests.support import steps
 from tests.support.trees import kinds_of
 
 HOST, DEVICE = "pinned_host", "device"
@@ -38,27 +39,17 @@ def mesh(devices):
     return Mesh(np.array(jax.devices()[:devices]), ("data",), axis_types=(AxisType.Auto,))
 
 
-def abstract_params(devices):
-    return {
-        k: jax.ShapeDtypeStruct(
-            shape, jnp.bfloat16 if k == "half" else jnp.float32, sharding=NamedSharding(mesh(devices), SPECS[k])
-        )
-        for k, shape in SHAPES.items()
-    }
-
-
 def abstract(fraction, devices, zero):
     """Everything that a run of this placement keeps, as descriptions."""
-    over = "data" if zero else None
+    over, dtypes = "data" if zero else None, {"half": jnp.bfloat16}
     tx = jo.offload(optax.adamw(1e-3, mu_dtype=jnp.float32), fraction=fraction, min_bytes=0, shard_over=over)
-    params = abstract_params(devices)
-    key = jax.eval_shape(lambda: jax.random.key(0))
-    everywhere = NamedSharding(mesh(devices), P())
-    return {
-        "params": params,
-        "opt_state": jo.abstract_state(tx, params),
-        "key": jax.ShapeDtypeStruct(key.shape, key.dtype, sharding=everywhere),
-    }
+
+    def described(shape, dtype, spec=P()):
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh(devices), spec))
+
+    params = {k: described(shape, dtypes.get(k, jnp.float32), SPECS[k]) for k, shape in SHAPES.items()}
+    key = described((), jax.eval_shape(lambda: jax.random.key(0)).dtype)
+    return {"params": params, "opt_state": jo.abstract_state(tx, params), "key": key}
 
 
 def filled(target, seed):
@@ -81,8 +72,7 @@ def assert_same(got, expected):
     """The same trees, types and bits."""
     assert jax.tree.structure(got) == jax.tree.structure(expected)
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
-        assert (a.shape, a.dtype) == (b.shape, b.dtype)
-        assert bits(a) == bits(b)
+        assert (a.shape, a.dtype, bits(a)) == (b.shape, b.dtype, bits(b))
 
 
 def is_in_host_memory(x):
@@ -91,11 +81,17 @@ def is_in_host_memory(x):
 
 
 def assert_placed(got, target):
-    """Sharding and memory kind of every leaf are those of the target."""
-    for x, t in zip(jax.tree.leaves(got), jax.tree.leaves(target), strict=True):
-        assert x.sharding.is_equivalent_to(t.sharding, x.ndim)  # on one device off the mesh of the target
-        assert x.sharding.memory_kind == t.sharding.memory_kind in (HOST, DEVICE)
-        assert is_in_host_memory(x) == (x.sharding.memory_kind == HOST)
+    """Sharding and memory of every leaf are those of the target."""
+    steps.assert_placed(got, target)
+    assert all(is_in_host_memory(x) == (x.sharding.memory_kind == HOST) for x in jax.tree.leaves(got))
+
+
+def stored(folder, tree, step=1):
+    """A checkpoint of one step, and its manager."""
+    manager = ocp.CheckpointManager(folder)
+    manager.save(step, args=tree if isinstance(tree, ocp.args.CheckpointArgs) else jo.save_args(tree))
+    manager.wait_until_finished()
+    return contextlib.closing(manager)
 
 
 @pytest.fixture(scope="module")
@@ -104,9 +100,8 @@ def saved(tmp_path_factory):
     found = []
     for seed, placement in enumerate(PLACEMENTS):
         tree, folder = filled(abstract(*placement), seed), tmp_path_factory.mktemp("placement")
-        with ocp.CheckpointManager(folder) as manager:
-            manager.save(seed, args=jo.save_args(tree))
-        found.append((folder, tree))
+        with stored(folder, tree, seed):
+            found.append((folder, tree))
     return found
 
 
@@ -240,9 +235,7 @@ def nnx_state():
 )
 def test_trees_of_other_kinds(tmp_path, make):
     tree = make()
-    with ocp.CheckpointManager(tmp_path) as manager:
-        manager.save(1, args=jo.save_args(tree))
-        manager.wait_until_finished()
+    with stored(tmp_path, tree) as manager:
         back = jo.restore(manager, target_of(tree))
     assert_same(back, tree)
     assert_placed(back, tree)
@@ -283,9 +276,7 @@ def test_without_a_target_numbers_and_numpy_arrays_stay_what_they_are(tmp_path):
         "no": None,
         "scalars": [np.float32(2.1), np.int32(3), np.float16(0.5), np.asarray(0.1, np.float32)],
     }
-    with ocp.CheckpointManager(tmp_path) as manager:
-        manager.save(1, args=jo.save_args(tree))
-        manager.wait_until_finished()
+    with stored(tmp_path, tree) as manager:
         back = jo.restore(manager)
     assert back["step"] == 7 and back["rate"] == 0.5 and back["no"] is None
     assert isinstance(back["table"], np.ndarray) and np.array_equal(back["table"], tree["table"])
@@ -295,10 +286,9 @@ def test_without_a_target_numbers_and_numpy_arrays_stay_what_they_are(tmp_path):
 
 def test_items_of_a_composite(tmp_path):
     tx, tree, _ = small()
-    with ocp.CheckpointManager(tmp_path) as manager:
-        args = {k: jo.save_args(v) for k, v in tree.items()}
-        manager.save(1, args=ocp.args.Composite(**args, data=ocp.args.JsonSave({"epoch": 3})))
-        manager.wait_until_finished()
+    args = {k: jo.save_args(v) for k, v in tree.items()}
+    with stored(tmp_path, ocp.args.Composite(**args, data=ocp.args.JsonSave({"epoch": 3}))):
+        pass
     with ocp.CheckpointManager(tmp_path) as manager:
         target = jo.abstract_state(tx, tree["params"])
         state = jo.restore(manager, target, item="opt_state")
@@ -371,32 +361,33 @@ def test_falling_back(three_steps):
 
 def test_what_is_wrong_with_the_call_is_no_damage(three_steps):
     folder, _, target = three_steps
+    params, state = target["params"], target["opt_state"]
+    placeless = jax.eval_shape(lambda tree: tree, target)
+    assert jax.tree.leaves(placeless)[0].sharding is None
+    fewer = jo.offload(optax.adamw(1e-3), storage="bfloat16", min_bytes=0)
+    wrong = {
+        r"target: leaf 'opt_state/0/count' is int32\[2\], and .* has int32\[\]": jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct((2, *x.shape), x.dtype, sharding=x.sharding), target
+        ),
+        r"'params/b' is bfloat16\[64\], and .* has float32\[64\]. Restore it as": target
+        | {"params": jax.tree.map(lambda x: x.update(dtype=jnp.bfloat16), params)},
+        "only in the checkpoint opt_state": {"params": params},
+        "only in the target     b": target | {"b": 1},
+        r"target: leaf 'opt_state/0/count' is int64\[\], and .* has int32\[\]": target
+        | {"opt_state": jax.tree.map(lambda x: x if x.ndim else 0, state)},
+        "target: leaf 'opt_state/0/count' has no sharding": placeless,
+        r"in fewer bits \(storage=\): .*jo.from_plain\(tx, jo.to_plain\(saved_tx": target
+        | {"opt_state": jo.abstract_state(fewer, params)},
+    }
     with ocp.CheckpointManager(folder) as manager, warnings.catch_warnings():
         warnings.simplefilter("error")
-        wider = jax.tree.map(lambda x: jax.ShapeDtypeStruct((2, *x.shape), x.dtype, sharding=x.sharding), target)
-        with pytest.raises(ValueError, match=r"target: leaf 'opt_state/0/count' is int32\[2\], and .* has int32\[\]"):
-            jo.restore(manager, wider, fallback=True)
-        half = {**target, "params": jax.tree.map(lambda x: x.update(dtype=jnp.bfloat16), target["params"])}
-        with pytest.raises(ValueError, match=r"'params/b' is bfloat16\[64\], and .* has float32\[64\]. Restore it as"):
-            jo.restore(manager, half, fallback=True)
-        for given, words in ({"params": target["params"]}, "checkpoint opt_state"), (target | {"b": 1}, "target     b"):
-            with pytest.raises(ValueError, match=f"only in the {words}"):
+        for message, given in wrong.items():
+            with pytest.raises(ValueError, match=message):
                 jo.restore(manager, given, fallback=True)
-        number = {**target, "opt_state": jax.tree.map(lambda x: x if x.ndim else 0, target["opt_state"])}
-        with pytest.raises(ValueError, match=r"target: leaf 'opt_state/0/count' is int64\[\], and .* has int32\[\]"):
-            jo.restore(manager, number, fallback=True)
-        placeless = jax.eval_shape(lambda tree: tree, target)
-        assert jax.tree.leaves(placeless)[0].sharding is None
-        with pytest.raises(ValueError, match=r"target: leaf 'opt_state/0/count' has no sharding"):
-            jo.restore(manager, placeless, fallback=True)
         with pytest.raises(ValueError, match=r"no complete checkpoint of step 7 in .*\[1, 2, 3\]"):
             jo.restore(manager, target, step=7, fallback=True)
         with pytest.raises(TypeError, match=r"manager: expected an orbax.*Fix: jo.restore\(ocp.CheckpointManager\("):
             jo.restore(folder, target)
-        fewer = jo.offload(optax.adamw(1e-3), storage="bfloat16", min_bytes=0)
-        other = {**target, "opt_state": jo.abstract_state(fewer, target["params"])}
-        with pytest.raises(ValueError, match=r"in fewer bits \(storage=\): .*jo.from_plain\(tx, jo.to_plain\(saved_tx"):
-            jo.restore(manager, other, fallback=True)
 
 
 @pytest.mark.parametrize("flat", ["a/b", "a.b"])

@@ -17,10 +17,14 @@ from tests.support.steps import step_of
 NAMES = ["resident", "offload", "cores"]
 
 
-def maker(layers=8, width=512, tokens=256, stacked=True):
+def array(*shape, dtype=jnp.float32, sharding=None):
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding or device_sharding(H200))
+
+
+def maker(layers=8, width=512, tokens=256, stacked=True, sharding=None, of_batch=None):
     def make(tx):
-        params = parameters(layers, width, stacked, device_sharding(H200))
-        batch = jax.ShapeDtypeStruct((tokens, width), jnp.float32, sharding=device_sharding(H200))
+        params = parameters(layers, width, stacked, sharding or device_sharding(H200))
+        batch = array(tokens, width, sharding=of_batch)
         return step_of(tx, loss=loss), params, jo.abstract_state(tx, params), batch
 
     return make
@@ -77,18 +81,15 @@ def test_each_row_is_what_inspect_finds(inner):
 def test_a_parameter_that_the_step_does_not_read():
     """The program leaves it out, and it stays on the device: it is in the sum, and the window is not negative."""
     require(H200)
-    unread = jax.ShapeDtypeStruct((8192, 8192), jnp.float32, sharding=device_sharding(H200))
+    params = {"read": parameters(2, 256, True, device_sharding(H200)), "unread": array(8192, 8192)}
 
     def make(tx):
-        batch = jax.ShapeDtypeStruct((256, 256), jnp.float32, sharding=device_sharding(H200))
-
         def step(params, state, batch):
             grads = jax.grad(lambda params: loss(params["read"], batch))(params)
             updates, state = tx.update(grads, state, params)
             return {**params, "read": optax.apply_updates(params["read"], updates["read"])}, state
 
-        params = {"read": parameters(2, 256, True, device_sharding(H200)), "unread": unread}
-        return step, params, jo.abstract_state(tx, params), batch
+        return step, params, jo.abstract_state(tx, params), array(256, 256)
 
     for row in jo.plan(make, optax.masked(optax.adam(1e-3), {"read": True, "unread": False}), target=H200).options:
         assert row.window >= 0 and row.activations >= 0 and row.parameters >= 8192**2 * 4, row
@@ -130,15 +131,15 @@ def test_a_train_state():
     params = parameters(4, 512, True, device_sharding(H200))
 
     def make(tx):
-        count = jax.ShapeDtypeStruct((), jnp.int32, sharding=device_sharding(H200))
-        state = TrainState(step=count, apply_fn=loss, params=params, tx=tx, opt_state=jo.abstract_state(tx, params))
+        count, opt_state = array(dtype=jnp.int32), jo.abstract_state(tx, params)
+        state = TrainState(step=count, apply_fn=loss, params=params, tx=tx, opt_state=opt_state)
 
         def step(state, batch):
             value, grads = jax.value_and_grad(loss)(state.params, batch)
             new, opt_state = jo.update_params(tx, grads, state.opt_state, state.params)
             return state.replace(step=state.step + 1, params=new, opt_state=opt_state), value
 
-        return step, state, jax.ShapeDtypeStruct((64, 512), jnp.float32, sharding=device_sharding(H200))
+        return step, state, array(64, 512)
 
     found = jo.plan(make, ADAMW, target=H200)
     assert found["offload"].peak < found["resident"].peak
@@ -149,13 +150,9 @@ def test_sharded_over_eight_devices():
     """Bytes are those of one device, in the exact parts and as compiled."""
     require(H200)
     mesh = mesh_for(H200, (4,), ("data",))
-
-    def make(tx):
-        params = parameters(4, 1024, True, NamedSharding(mesh, PartitionSpec(None, "data"), memory_kind="device"))
-        x = jax.ShapeDtypeStruct((1024, 1024), jnp.float32, sharding=NamedSharding(mesh, PartitionSpec("data")))
-        return step_of(tx, loss=loss), params, jo.abstract_state(tx, params), x
-
-    found = jo.plan(make, ADAMW, target=H200)
+    columns = NamedSharding(mesh, PartitionSpec(None, "data"), memory_kind="device")
+    rows = NamedSharding(mesh, PartitionSpec("data"))
+    found = jo.plan(maker(4, 1024, 1024, sharding=columns, of_batch=rows), ADAMW, target=H200)
     assert found.devices == 4 and found["offload"].host == 2 * 4 * 1024**2 * 4 // 4
     assert found["offload"].peak < found["resident"].peak
     assert [row.name for row in found.options] == NAMES and "no row" not in str(found)
