@@ -1,6 +1,7 @@
 """Files with faults, and a small training run whose state is on disk to have them in."""
 
 import errno
+import itertools
 import os
 import shutil
 import stat
@@ -71,14 +72,11 @@ def no_fault(name, path, *arguments):
 
 def error(number, of, at=0, file=""):
     """From the call number ``at`` of this name on, to files whose names have ``file`` in them, the system's error."""
-    count = 0
+    calls = itertools.count()
 
     def fault(name, path, *_):
-        nonlocal count
-        if name == of and file in path.name:
-            count += 1
-            if count > at:
-                raise OSError(number, os.strerror(number))
+        if name == of and file in path.name and next(calls) >= at:
+            raise OSError(number, os.strerror(number))
 
     return fault
 
@@ -93,29 +91,24 @@ def moved(of, path, buffer, offset):
 
 def short(of):
     """Every second call moves a part only: whole pages, some bytes more, or less than a page."""
-    calls = 0
+    most = itertools.cycle([None, 5000, None, 100, None, 4096])
 
     def fault(name, path, *arguments):
-        nonlocal calls
-        if name != of or "state" not in path.name:
+        if name != of or "state" not in path.name or (n := next(most)) is None:
             return None
         buffer, offset = arguments
-        calls += 1
-        if calls % 2:
-            return None
-        return moved(of, path, buffer[: min(len(buffer), (4096, 5000, 100)[calls // 2 % 3])], offset)
+        return moved(of, path, buffer[:n], offset)
 
     return fault
 
 
 def flipped(name, path, *arguments):
     """A bit of what is read is another."""
-    if name == "preadv" and "state" in path.name:
-        buffer, offset = arguments
-        n = moved("preadv", path, buffer, offset)
-        buffer[n // 2] ^= 4
-        return n
-    return None
+    if name != "preadv" or "state" not in path.name:
+        return None
+    n = moved("preadv", path, *arguments)
+    arguments[0][n // 2] ^= 4
+    return n
 
 
 class PowerLoss:

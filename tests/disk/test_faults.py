@@ -8,7 +8,6 @@ import subprocess
 import sys
 import warnings
 import zlib
-from collections import Counter
 from contextlib import suppress
 from pathlib import Path
 
@@ -20,7 +19,6 @@ import jax_offload as jo
 from tests.disk.faulty import FAILED, NO_SPACE, Faulty, PowerLoss, X, error, flipped, model, no_fault, short
 
 pytestmark = pytest.mark.filterwarnings("ignore:Some donated buffers were not usable")
-STATE = 2 * 3 * 64 * 64 * 4  # bytes
 
 
 # ---- ends at any moment ----------------------------------------------------------------------------------------------
@@ -81,19 +79,6 @@ def test_files_that_were_begun(run, every, tmp_path):
 
 
 # ---- what the disk does ----------------------------------------------------------------------------------------------
-
-
-def test_a_step_reads_and_writes_each_byte_once(run):
-    moved, (params, state) = Counter(), run.restart()
-
-    def count(name, path, *arguments):
-        if name in ("preadv", "pwritev") and "state" in path.name:
-            moved[name] += len(arguments[0])
-
-    run.files.fault = count
-    run.trained(params, state)
-    run.disk.wait()
-    assert moved == {"preadv": STATE, "pwritev": STATE}
 
 
 @pytest.mark.parametrize("of", ["preadv", "pwritev"])
