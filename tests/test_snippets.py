@@ -391,18 +391,3 @@ def test_what_is_searched_for_in_troubleshooting_is_what_is_said(tmp_path):
     assert len(headings) > 15
     namespace = Reader(tmp_path).namespace
     run("docs/troubleshooting.md", namespace | {"step": jax.jit(namespace["step"])})
-
-
-@pytest.mark.parametrize("page", ["README.md", *(f"docs/{p.name}" for p in sorted((ROOT / "docs").glob("*.md")))])
-def test_links_lead_somewhere(page):
-    """To files of the repository, and to headings in them."""
-    folder = (ROOT / page).parent
-    for link in re.findall(r"\]\(([^)\s]+)\)", (ROOT / page).read_text()):
-        name, _, heading = link.partition("#")
-        if "://" in link:
-            continue
-        target = folder / name if name else ROOT / page
-        assert target.exists(), link
-        titles = [line for line in (target.read_text() if heading else "").splitlines() if line.startswith("#")]
-        slugs = {re.sub(r"[^\w\- ]", "", title.lstrip("# ").lower()).replace(" ", "-") for title in titles}
-        assert not heading or heading in slugs, link
