@@ -8,22 +8,22 @@ own recipes.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
-from itertools import accumulate
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from itertools import chain
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
+from jax.sharding import NamedSharding
 from jax.tree_util import keystr
 
 from jax_offload._disk.leaves import not_from_disk
-from jax_offload._emit.region import Update, bound, holds_update, updates_in, without_updates
+from jax_offload._emit.region import Found, Update, bound, holds_update, updates_in, without_updates
 from jax_offload._program.arrays import is_array, is_like, key_of, leaves_with_paths, owners
-from jax_offload._program.jaxprs import Literal, jaxpr_of
+from jax_offload._program.jaxprs import jaxpr_of
 from jax_offload._program.memory import (
     Layouts,
     Shards,
@@ -70,68 +70,116 @@ def streamed(
     # Sharded further before anything else: the reduction then scatters them, and only parts are alive.
     if options is not None:
         args = (resharded(updates, options.partitions, params), state, params, *rest)
-    trace = traced(recipe, args, options)
-    given = merged(trace.options)
-    if given.partitions and options is None and not types_tell(updates):
-        args = (resharded(updates, given.partitions, params), state, params, *rest)
-    update = _update(trace, given, updates, state, params, next_of)
-    return jax.tree.unflatten(trace.out_tree, bound(update, trace.operands(args)))
+    trace = _traced(recipe, args)
+    update = _update(trace, (updates, state, params), next_of, options)
+    if options is None and not types_tell(updates):
+        args = (resharded(updates, merged(update.options).partitions, params), state, params, *rest)
+    return jax.tree.unflatten(trace.out_tree, bound(update, [x for x in jax.tree.leaves(args) if is_array(x)]))
 
 
-def _update(traced: Traced, given: Options, updates: Any, state: Any, params: Any, next_of: tuple[int, ...]) -> Update:
-    """Make an update, not emitted yet, from the recipe's trace. ``updates`` are not divided yet."""
-    program = dataclasses.replace(traced.program, shards=traced.of_inputs(_shards(given, updates, state, params)))
-    next_values = _next_values(traced, program.outputs, next_of, updates, given.partitions)
+class Traced(NamedTuple):
+    """The trace of a recipe.
+
+    Attributes:
+      program: the traced program.
+      inputs: for each argument the variables of its leaves; ``None`` for a leaf that is no array.
+      out_tree: the tree of the results.
+      inside: the updates in it.
+    """
+
+    program: Program
+    inputs: Sequence[Sequence[Var | None]]
+    out_tree: Any
+    inside: Sequence[Found]
+
+    def of_inputs(self, values: Iterable[Any]) -> dict[Var, Any]:
+        """Map variables to the values given for the first leaves of the arguments; ``None`` is left out."""
+        pairs = zip(chain(*self.inputs), values, strict=False)
+        return {v: x for v, x in pairs if v is not None and x is not None}
+
+
+def _traced(recipe: Callable[..., Any], args: tuple[Any, ...]) -> Traced:
+    """Trace a recipe.
+
+    Every ``offload`` in it is an equation that carries its own recipe and options. The recipes replace the equations,
+    also in branches and loops, so that the whole is cut and streamed at once.
+    """
+    leaves, treedef = jax.tree.flatten(args)
+
+    def on_arrays(arrays: list[Any]) -> Any:  # with one argument, jax takes half the time of one for each array
+        given = iter(arrays)
+        return recipe(*jax.tree.unflatten(treedef, [next(given) if is_array(x) else x for x in leaves]))
+
+    jaxpr, out_tree = jaxpr_of(on_arrays, [x for x in leaves if is_array(x)])
+    found = updates_in(jaxpr) if any(map(holds_update, jaxpr.jaxpr.eqns)) else []
+    inside = [each for each in found if isinstance(each.update, Update)]
+    program = without_branches(without_updates(jaxpr) if inside else without_round_trips(flat(jaxpr)))
+    own = iter(program.inputs[len(program.consts) :])
+    inputs = [[next(own) if is_array(x) else None for x in jax.tree.leaves(each)] for each in args]
+    return Traced(program, inputs, out_tree, inside)
+
+
+def _offloads(trace: Traced, updates: Any, params: Any, options: Options | None) -> dict[str, Any]:
+    """Find the offloads in a recipe, as fields of ``Recipe``. ``options``: of the ``offload`` whose recipe it is."""
+    state, known = trace.inputs[1], [] if options is None else [options]
+    offload_of = {v: 0 for v in state if v is not None and known}
+    on_cores, on_disk = (
+        {state[k] for each in known for k in each.on_cores},
+        {state[k] for each in known for k in each.on_disk},
+    )
+    for each in trace.inside:  # each leaf streams as its own offload says
+        update, origins = cast(Update, each.update), each.origins
+        offload_of |= {origins[v]: len(known) + k for v, k in update.offload_of.items() if v in origins}
+        on_cores.update(each.inputs_of(update.on_cores))
+        on_disk.update(each.inputs_of(update.on_disk))
+        known += update.options
+    # Gradients and parameters in host memory go through the window of the first offload's state.
+    others = {v for v in chain(*trace.inputs) if v is not None and is_host_aval(v.aval)} - {*state, *offload_of}
+    if others and known:
+        if on_cores or on_disk:
+            check_on_device(updates, params, "update_on= and disk= are for parameters on the device")
+        offload_of |= dict.fromkeys(others, 0)
+    return dict(options=known, offload_of=offload_of, on_cores=frozenset(on_cores), on_disk=frozenset(on_disk))
+
+
+def _update(trace: Traced, trees: tuple[Any, Any, Any], next_of: tuple[int, ...], options: Options | None) -> Update:
+    """Make an update, not emitted yet, from the recipe's trace. ``trees``: updates, not divided yet, state, params."""
+    updates, state, params = trees
+    offloads = _offloads(trace, updates, params, options)
+    given = merged(offloads["options"])
     produced = production_of(jax.tree.leaves(updates))
-    owner_of = owners(state, updates)
     backward = backward_ranks(updates, produced.order)
-    whose = [*range(traced.starts[1]), *owner_of, *owners(params, updates)]
+    whose = [*range(len(backward)), *owners(state, updates), *owners(params, updates)]
     rank = [(len(backward) if i is None else backward[i]) * len(whose) + k for k, i in enumerate(whose)]
-    names = [keystr(path, simple=True, separator="/") for path, _ in leaves_with_paths(state)]
-    own, named = traced.of_inputs(rank), traced.of_inputs([None] * traced.starts[1] + names)
+    paths = [keystr(path, simple=True, separator="/") for path, _ in leaves_with_paths(state)]
+    names = {v: path for v, path in zip(trace.inputs[1], paths, strict=True) if v is not None}
+    next_values = _next_values(trace, trees, next_of, given.partitions)
     return Update(
-        program=program,
-        gradients=tuple(
-            v for i in sorted(range(len(backward)), key=backward.__getitem__) if (v := traced.inputs[i]) is not None
-        ),
+        program=dataclasses.replace(trace.program, shards=trace.of_inputs(_shards(given, *trees))),
+        gradients=tuple(v for _, v in sorted(zip(backward, trace.inputs[0], strict=True)) if v is not None),
         take_turns=_take_turns(given, updates, produced.constrained),
-        names=named | {new: named[old] for new, old in next_values.items() if old in named},
+        names=names | {new: names[old] for new, old in next_values.items() if old in names},
         next_values=next_values,
-        options=traced.options,
-        offload_of=traced.offload_of,
-        on_cores=traced.on_cores,
-        on_disk=traced.on_disk,
-        rank=own,
+        rank=trace.of_inputs(rank),
         manual=is_manual(),
         backward=produced.backward,
         ordered=produced.order is not None,
+        **offloads,
     )
 
 
-def _next_values(
-    traced: Traced, outputs: Sequence[Any], next_of: tuple[int, ...], updates: Any, partitions: Layouts
-) -> dict[Var, Var]:
-    """Map each result to the input whose next value it is, and whose buffer it may take."""
-    paths = [key_of(path) for path, _ in jax.tree_util.tree_flatten_with_path(updates)[0]]
-    found, result = dict[Var, Var](), 0
-    for tree, argument in zip(traced.out_tree.children(), next_of, strict=True):
-        given = traced.leaves(argument)
-        for k, place in _same_places(tree, traced.trees[argument]):
-            out, old = outputs[result + k], given[place]
-            replicated = argument == 0 and paths[place] in partitions  # larger than the gradient
-            if old is not None and not replicated and not isinstance(out, Literal):
+def _next_values(trace: Traced, trees: Sequence[Any], next_of: Sequence[int], partitions: Layouts) -> dict[Var, Var]:
+    """Map each result to the input whose next value it is, the leaf with its path, and whose buffer it may take."""
+    found = dict[Var, Var]()
+    for new, argument in zip(jax.tree.unflatten(trace.out_tree, trace.program.outputs), next_of, strict=True):
+        paths = [path for path, _ in leaves_with_paths(trees[argument])]
+        old_of = dict(zip(paths, trace.inputs[argument], strict=True))
+        for path, out in leaves_with_paths(new):
+            old = old_of.get(path)  # an update may add leaves to a state
+            larger = argument == 0 and key_of(path) in partitions  # an update, gathered, is larger than its gradient
+            if old is not None and not larger and isinstance(out, Var):
                 found[out] = old
-        result += tree.num_leaves
     return found
-
-
-def _same_places(new: Any, old: Any) -> list[tuple[int, int]]:
-    """Pair the numbers of the leaves that have the same path in two trees: an update may add leaves to a state."""
-    if new == old:
-        return [(k, k) for k in range(new.num_leaves)]
-    paths = [jax.tree_util.tree_flatten_with_path(tree.unflatten(range(tree.num_leaves)))[0] for tree in (old, new)]
-    places = {path: k for path, k in paths[0]}
-    return [(k, places[path]) for path, k in paths[1] if path in places]
 
 
 def _take_turns(options: Options, updates: Any, constrained: Sequence[bool]) -> bool:
@@ -140,123 +188,41 @@ def _take_turns(options: Options, updates: Any, constrained: Sequence[bool]) -> 
     They may not if one is divided between devices, by a known or an unknown sharding, or by ZeRO-1: each part of a norm
     would then be a collective. ``constrained`` says for which gradients the trace constrains the sharding.
     """
-    leaves = jax.tree_util.tree_flatten_with_path(updates)[0]
-    for (path, x), placed in zip(leaves, constrained, strict=True):
+    for (path, x), placed in zip(leaves_with_paths(updates), constrained, strict=True):
         if not is_array(x) or x.size < LARGE:
             continue
-        key, typed = key_of(path), typed_sharding(jax.typeof(x))
-        explicit = typed is not None and is_explicit(typed.mesh)
-        sharding = typed if explicit else options.partitions.get(key) or options.shardings.get(key)
+        key = key_of(path)
+        sharding = _explicit_sharding(x) or options.partitions.get(key) or options.shardings.get(key)
         unknown = devices_of(x) > 1 and (sharding is None or placed)
         if unknown or key in options.partitions or math.prod(shards_of(sharding, x.shape)) > 1:
             return False
     return True
 
 
+def _explicit_sharding(x: Any) -> NamedSharding | None:
+    """The sharding of an array, if types tell all about shardings."""
+    typed = typed_sharding(jax.typeof(x)) if is_array(x) else None
+    return typed if typed is not None and is_explicit(typed.mesh) else None
+
+
 def _shards(options: Options, updates: Any, state: Any, params: Any) -> list[Shards | None]:
     """Return how every leaf of (updates, state, params) is divided, where that is known."""
     like = updates if params is None else params
-    flat = [(key_of(path), np.shape(x)) for path, x in leaves_with_paths(like)]
+    own = [(key_of(path), np.shape(x)) for path, x in leaves_with_paths(like)]
     divided = options.shardings | options.partitions
     found: list[Shards | None] = []
     for tree, known in (updates, divided), (state, divided), (params, options.shardings):
         for (path, x), i in zip(leaves_with_paths(tree), owners(tree, like), strict=True):
-            typed, shape = typed_sharding(jax.typeof(x)) if is_array(x) else None, np.shape(x)
-            if typed is not None and is_explicit(typed.mesh):
+            shape = np.shape(x)
+            if (typed := _explicit_sharding(x)) is not None:
                 found.append(shards_of(typed, shape))
-            elif i is None or not is_like(keystr(path), shape, flat[i][1]):
+            elif i is None or not is_like(keystr(path), shape, own[i][1]):
                 found.append(None)
             else:
-                shards = shards_of(known.get(flat[i][0]), flat[i][1])
+                shards = shards_of(known.get(own[i][0]), own[i][1])
                 # arrays that do not divide evenly, such as scales of blocks, stay whole: see `fitted`
                 found.append(tuple(k if n % k == 0 else 1 for n, k in zip(shape, shards, strict=True)))
     return found
-
-
-@dataclasses.dataclass(frozen=True)
-class Traced:
-    """The trace of a recipe.
-
-    Attributes:
-      program: the traced program; its inputs, except the constants, are the arrays among the arguments' leaves.
-      out_tree: the tree of the results.
-      trees: the trees of the arguments.
-      inputs: for each leaf of the arguments its variable in the program; ``None`` if it is no array.
-      options: the options of the ``offload`` whose recipe it is, and of the offloads in it.
-      offload_of, on_cores, on_disk: see ``Recipe``.
-    """
-
-    program: Program
-    out_tree: Any
-    trees: tuple[Any, ...]
-    inputs: Sequence[Var | None]
-    options: Sequence[Options] = ()
-    offload_of: Mapping[Var, int] = dataclasses.field(default_factory=dict[Var, int])
-    on_cores: frozenset[Var] = frozenset()
-    on_disk: frozenset[Var] = frozenset()
-
-    @functools.cached_property
-    def starts(self) -> list[int]:
-        """The number of each argument's first leaf."""
-        return [0, *accumulate(tree.num_leaves for tree in self.trees)]
-
-    def leaves(self, argument: int) -> Sequence[Var | None]:
-        """The variables of an argument's leaves."""
-        return self.inputs[self.starts[argument] : self.starts[argument + 1]]
-
-    def operands(self, args: tuple[Any, ...]) -> list[Any]:
-        return [x for x, v in zip(jax.tree.leaves(args), self.inputs, strict=True) if v is not None]
-
-    def of_inputs(self, values: Sequence[Any]) -> dict[Var, Any]:
-        """Map variables to the values given for the first leaves of the arguments; ``None`` is left out."""
-        return {v: x for v, x in zip(self.inputs, values, strict=False) if v is not None and x is not None}
-
-
-def traced(recipe: Callable[..., Any], args: tuple[Any, ...], options: Options | None = None) -> Traced:
-    """Trace ``recipe`` for ``args``; the second one is the state.
-
-    Every ``offload`` in it is an equation that carries its own recipe and options. The recipes replace the equations,
-    also in branches and loops, so that the whole is cut and streamed at once. Each leaf streams as its own ``offload``
-    says.
-    """
-    leaves, treedef = jax.tree.flatten(args)
-    arrays = [i for i, x in enumerate(leaves) if is_array(x)]
-
-    out_tree: list[Any] = []
-
-    def on_arrays(values: list[Any]) -> list[Any]:  # with one argument, jax takes half the time of one for each array
-        filled = list(leaves)
-        for i, value in zip(arrays, values, strict=True):
-            filled[i] = value
-        results, tree = jax.tree.flatten(recipe(*jax.tree.unflatten(treedef, filled)))
-        out_tree[:] = [tree]
-        return results
-
-    jaxpr, _ = jaxpr_of(on_arrays, [leaves[i] for i in arrays])
-    found = updates_in(jaxpr) if any(map(holds_update, jaxpr.jaxpr.eqns)) else []
-    inside = [(each, each.update) for each in found if isinstance(each.update, Update)]
-    program = without_branches(without_updates(jaxpr) if inside else without_round_trips(flat(jaxpr)))
-    variable_of = dict(zip(arrays, program.inputs[len(program.consts) :], strict=True))
-    trace = Traced(program, out_tree[0], tuple(treedef.children()), [variable_of.get(i) for i in range(len(leaves))])
-    known, offload_of, on_cores, on_disk = list[Options](), dict[Var, int](), set[Var](), set[Var]()
-    if options is not None:
-        own = {k: v for k, v in enumerate(trace.leaves(1)) if v is not None}
-        known, offload_of = [options], dict.fromkeys(own.values(), 0)
-        on_cores, on_disk = ({own[k] for k in some if k in own} for some in (options.on_cores, options.on_disk))
-    for each, update in inside:
-        offload_of |= {each.origins[v]: len(known) + k for v, k in update.offload_of.items() if v in each.origins}
-        on_cores.update(each.inputs_of(update.on_cores))
-        on_disk.update(each.inputs_of(update.on_disk))
-        known += update.options
-    # Gradients and parameters in host memory go through the window of the first offload's state.
-    others = {v for v in variable_of.values() if is_host_aval(v.aval)} - {*trace.leaves(1), *offload_of}
-    if others and known:
-        if on_cores or on_disk:
-            updates, _, params, *_ = args
-            check_on_device(updates, params, "update_on= and disk= are for parameters on the device")
-        offload_of |= dict.fromkeys(others, 0)
-    facts = dict(options=known, offload_of=offload_of, on_cores=frozenset(on_cores), on_disk=frozenset(on_disk))
-    return dataclasses.replace(trace, **facts)
 
 
 # ---- what recipes are made of
@@ -275,8 +241,8 @@ def returned(state: Any, plan: Sequence[Leaf]) -> Any:
         x = not_from_disk(x) if leaf.disk and not on_host(x) else x
         return x if leaf.shard_over else to_host(x)
 
-    leaves, treedef = jax.tree.flatten(state)
-    return jax.tree.unflatten(treedef, [to_its_place(x, leaf) for x, leaf in zip(leaves, plan, strict=True)])
+    rows = iter(plan)
+    return jax.tree.map(lambda x: to_its_place(x, next(rows)), state)
 
 
 def where_it_was(new: Any, old: Any) -> Any:
