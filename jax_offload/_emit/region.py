@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
-import numpy as np
 from jax.core import Tracer
 from jax.extend.core import Primitive
 
@@ -21,9 +20,7 @@ from jax_offload._disk.leaves import READ, UpdatedFromDisk
 from jax_offload._emit.run import Names, follow
 from jax_offload._program.arrays import nbytes
 from jax_offload._program.jaxprs import (
-    Atom,
     ClosedJaxpr,
-    DropVar,
     Equation,
     Jaxpr,
     Literal,
@@ -37,9 +34,9 @@ from jax_offload._program.jaxprs import (
     variables,
 )
 from jax_offload._program.memory import is_host_aval
-from jax_offload._program.primitives import guarded, is_loop
+from jax_offload._program.primitives import guarded, identity_primitive, is_loop
 from jax_offload._program.private import lowered, nonzero, set_rules, zero_tangent
-from jax_offload._program.program import Builder, Program, Var, expanded, flat, without_round_trips
+from jax_offload._program.program import Program, Var, expanded, flat, without_round_trips
 from jax_offload._schedule.after import Recipe, schedules_of
 from jax_offload._schedule.in_scan import InScan
 from jax_offload._schedule.schedule import Planned, Schedule
@@ -74,7 +71,7 @@ class Update(Recipe):
     ordered: bool = True
 
     def __repr__(self) -> str:  # a jaxpr prints its parameters
-        return f"Update({sum(len(each.slices) for each in self.passes)} slices)"
+        return f"Update({len(self.planned)} slices)"
 
     @functools.cached_property
     def passes(self) -> Sequence[Schedule]:
@@ -145,8 +142,8 @@ class Update(Recipe):
                 follow(each, self.names, env, lowered=lowered, for_cpu=for_cpu)
             results = values_of(env, self.program.outputs)
             names = [self.names.get(v) if isinstance(v, Var) else None for v in self.program.outputs]
-            homes = [each.home for each in self.options if each.home is not None]
-            return guarded(results, list(args), names=names, home=homes[-1] if homes else None)
+            home = next((each.home for each in reversed(self.options) if each.home is not None), None)
+            return guarded(results, list(args), names=names, home=home)
 
 
 # ---- its equation, which becomes the emitted ones under vmap, under derivatives, and when it is lowered
@@ -238,31 +235,19 @@ def _keeping_loads(used: Sequence[bool], *rest: Any) -> tuple[list[bool], Equati
 
 
 # Its operands are the results of a part that has moved, and the leaves that the part loads. It returns them.
-MOVED = Primitive("jax_offload_moved")
-MOVED.multiple_results = True
-MOVED.def_impl(lambda *xs, moved: list(xs))
-MOVED.def_abstract_eval(lambda *avals, moved: list(avals))
-set_rules(
-    MOVED,
-    lower=lambda context, *xs, moved: list(xs),
-    jvp=lambda xs, tangents, moved: (MOVED.bind(*xs, moved=moved), list(tangents)),
-    batch=lambda xs, dims, moved: (MOVED.bind(*xs, moved=moved), dims),
-    dce=_keeping_loads,
-)
+MOVED = identity_primitive("jax_offload_moved", lambda context, *xs, moved: list(xs))
+set_rules(MOVED, jvp=lambda xs, tangents, moved: (MOVED.bind(*xs, moved=moved), list(tangents)), dce=_keeping_loads)
 
 
-def mark_equation() -> Equation:
-    """A mark, to be replaced by one with other operands and results."""
-    return jaxpr_of(lambda x: MOVED.bind(x, moved=None), jax.ShapeDtypeStruct((), np.int32))[0].jaxpr.eqns[0]
+def marked(run: Callable[..., list[Any]], reads: Sequence[Var], plan: InScan | Planned) -> Callable[..., list[Any]]:
+    """Return ``run``, which runs a part that has moved, with a mark behind it. ``reads``: its operands in the step."""
+    moved = Moved(plan)
 
+    def run_marked(*operands: Any) -> list[Any]:
+        given, results = dict(zip(reads, operands, strict=True)), run(*operands)
+        return MOVED.bind(*results, *(given[v] for v in moved.loads), moved=moved)[: len(results)]
 
-def marked(new: Builder, results: Sequence[Atom], plan: InScan | Planned, mark: Equation) -> list[Atom]:
-    """Append the mark of a part that has moved; return the part's results behind it. ``mark``: any mark."""
-    moved, made = Moved(plan), list(dict.fromkeys(variables(results)))
-    names: dict[Var, Atom] = {v: Var(v.aval) for v in made}
-    outvars = [*variables(names.values()), *(DropVar(v.aval) for v in moved.loads)]
-    new.eqns.append(mark.replace(invars=[*made, *new.read(moved.loads)], outvars=outvars, params={"moved": moved}))
-    return Builder(names=names).read(results)
+    return run_marked
 
 
 def bound(update: Update, args: Sequence[Any]) -> list[Any]:
@@ -287,10 +272,8 @@ def bound(update: Update, args: Sequence[Any]) -> list[Any]:
 def without_updates(step: Any) -> Program:
     """A step's closed jaxpr as a program, with the recipes of its updates in their places."""
 
-    def expand(eqn: Any) -> Program | None:
-        if eqn.primitive is not REGION:
-            return None
-        return eqn.params["update"].program
+    def expand(eqn: Equation) -> Program | None:
+        return eqn.params["update"].program if is_update(eqn) else None
 
     return without_round_trips(flat(ClosedJaxpr(expanded(step.jaxpr, expand), step.consts)))
 
@@ -337,10 +320,11 @@ def holds_driven_update(eqn: Equation) -> bool:
 def updates_in(step: Any) -> list[Found]:
     """The updates in a step's closed jaxpr, in its branches and loops too, in the order of the trace."""
     jaxpr = step.jaxpr
-    own = {*jaxpr.invars, *(v for eqn in jaxpr.eqns for v in eqn.outvars)}
-    moved = {v for eqn in jaxpr.eqns if eqn.primitive.name in _MOVES for v in eqn.outvars}
-    results = {*variables(jaxpr.outvars)}
-    return list(_found(jaxpr, {v: v for v in own - moved | own & results}))
+    moved = {v for eqn in jaxpr.eqns if eqn.primitive.name in _MOVES for v in eqn.outvars}.difference(
+        variables(jaxpr.outvars)
+    )
+    own = [*jaxpr.invars, *(v for eqn in jaxpr.eqns for v in eqn.outvars)]
+    return list(_found(jaxpr, {v: v for v in own if v not in moved}))
 
 
 LEAST_ROWS = 2**20  # bytes that an iteration must move, or hiding them is not worth the peak of concurrent graphs
@@ -384,9 +368,9 @@ def kept_on_host(step: Any) -> list[bool] | None:
     ``None`` where there is no update in the step.
     """
     found = updates_in(step)
-    updates = [(each, each.update.next_values) for each in found if isinstance(each.update, Update)]
-    host = [(each, old) for each, nexts in updates for new, old in nexts.items() if is_host_aval(new.aval)]
-    kept = {v for each, old in host for v in each.inputs_of([old])}
+    updates = [(each, each.update) for each in found if isinstance(each.update, Update)]
+    olds = ((each, (old for v, old in update.next_values.items() if is_host_aval(v.aval))) for each, update in updates)
+    kept = {v for each, leaves in olds for v in each.inputs_of(leaves)}
     return [v in kept for v in step.jaxpr.invars] if found else None
 
 

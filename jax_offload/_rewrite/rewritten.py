@@ -13,7 +13,7 @@ import jax
 
 from jax_offload._disk.leaves import READ, WRITE
 from jax_offload._emit.hoisted import scanned
-from jax_offload._emit.region import Update, holds_update, is_update, mark_equation, marked
+from jax_offload._emit.region import Update, holds_update, is_update, marked
 from jax_offload._emit.run import or_batched, runner
 from jax_offload._program.jaxprs import (
     AXES,
@@ -98,7 +98,7 @@ def _put_together(found: Parts) -> Program:
     Raises:
       CannotRewrite: a part lacks an operand, or makes another result.
     """
-    program, new, barrier, mark = found.step.program, Builder(), gate_equation(), mark_equation()
+    program, new, barrier = found.step.program, Builder(), gate_equation()
     check_order(found.parts, program.inputs, variables(program.outputs))
     slices = [part.payload for part in found.parts if isinstance(part.payload, Planned)]
     run = runner(slices, found.step.names)
@@ -116,8 +116,8 @@ def _put_together(found: Parts) -> Program:
                 results = new.eqns[-1].outvars
             else:
                 fun = _in_scan(found, part) if isinstance(this, InScan) else functools.partial(run, this)
-                traced, _ = jaxpr_of(fun, *(v.aval for v in part.reads))
-                results = marked(new, new.call(as_program(traced), new.read(part.reads)), this, mark)
+                traced, _ = jaxpr_of(marked(fun, part.reads, this), *(v.aval for v in part.reads))
+                results = new.call(as_program(traced), new.read(part.reads))
             for v, x in zip(part.makes, results, strict=True):
                 if not same_memory(v, x):
                     raise CannotRewrite(f"a part makes {x.aval} in place of {v.aval}")
