@@ -96,6 +96,9 @@ TABLE = {name: Entry(make, tolerance=CLOSE.get(name, 1e-6)) for name, make in wi
             optax.conditionally_transform(optax.scale_by_adam(), lambda k: k % 3 != 2), optax.scale(-1e-2)
         )
     ),
+    "a branch that is known": Entry(
+        lambda: optax.chain(optax.conditionally_transform(optax.scale_by_adam(), lambda step: True), optax.scale(-1e-2))
+    ),
     "dpsgd": Entry(lambda: contrib.dpsgd(1e-1, 1.0, 0.1, seed=0, momentum=0.9), per_example=True),
     "galore": Entry(lambda: optax.masked(contrib.galore(1e-2, rank=4, update_proj_gap=20), matrices)),
     "inject_stateful_hyperparams": Entry(

@@ -23,6 +23,8 @@ from jax.experimental import io_callback
 from jax.extend import source_info_util
 from jax.extend.core import DebugInfo, Effects, Primitive
 
+from jax_offload._program.private import replayed
+
 jit = jax.jit  # jax's own, also where a user puts jax_offload.jit in its place
 
 
@@ -255,13 +257,12 @@ def inner_of(eqn: Equation) -> list[Inner]:
 
 def holds(eqn: Equation, which: Callable[[Equation], bool]) -> bool:
     """Whether ``which`` holds for an equation, or for one that it runs in a branch, a loop or a call."""
-    return which(eqn) or holds_inside(eqn, which)
+    return which(eqn) or (not _RUNS.isdisjoint(eqn.params) and holds_inside(eqn, which))
 
 
 def holds_inside(eqn: Equation, which: Callable[[Equation], bool]) -> bool:
     """Whether ``which`` holds for an equation that another one runs."""
-    runs = not _RUNS.isdisjoint(eqn.params)
-    return runs and any(holds(each, which) for inner in inner_of(eqn) for each in inner.jaxpr.eqns)
+    return any(holds(each, which) for inner in inner_of(eqn) for each in inner.jaxpr.eqns)
 
 
 def branches_of(eqn: Equation) -> tuple[ClosedJaxpr, ...]:
@@ -282,13 +283,14 @@ def jaxpr_of(
 
 def jax_fun(jaxpr: ClosedJaxpr) -> Callable[..., list[Any]]:
     """A closed jaxpr as a function, whose results are arrays: jax would return a constant as the Python number."""
-    run: Callable[..., list[Any]] = jex.jaxpr_as_fun(cast(Any, jaxpr))
-    outputs = jaxpr.jaxpr.outvars
-    if not any(isinstance(v, Literal) for v in outputs):
-        return run
-    return lambda *args: [
-        as_array(v) if isinstance(v, Literal) else x for v, x in zip(outputs, run(*args), strict=True)
-    ]
+    evaluate: Callable[..., list[Any]] = jex.jaxpr_as_fun(cast(Any, jaxpr))
+
+    def run(*args: Any) -> list[Any]:
+        results = replayed(jaxpr, args) or evaluate(*args)
+        of = zip(jaxpr.jaxpr.outvars, results, strict=True)
+        return [as_array(v) if isinstance(v, Literal) else x for v, x in of]
+
+    return run
 
 
 def jaxpr_like(like: Jaxpr, eqns: Sequence[Equation], outputs: Sequence[Atom]) -> Jaxpr:

@@ -13,6 +13,7 @@
 | ``lower_fun`` | ``lowered`` | 0.10 to 0.12 |
 | ``main`` of a module, with the attributes of its arguments and results | ``take_back_aliases`` | 0.10 to 0.12 |
 | a tracer's variable, equation and trace | ``variable_of``, ``equation_of``, ``equations_of_trace`` | 0.10 to 0.12 |
+| how the trace of a ``jit`` takes an equation | ``replayed`` | 0.10 to 0.12 |
 | ``memory_space`` and ``manual_axis_type`` of a type | ``memory.is_host_aval``, ``manual_axes_of`` | 0.10 to 0.12 |
 | XLA's compile options, a list of devices, ``compile`` of a client | ``compiled``, ``options_of`` | 0.10 to 0.12 |
 """
@@ -31,9 +32,11 @@ import numpy as np
 from jax._src import core as private_core
 from jax._src import dtypes as private_dtypes
 from jax._src.interpreters import batching as private_batching
+from jax._src.interpreters import partial_eval as private_pe
 from jax._src.lib import xla_client  # pyright: ignore[reportPrivateImportUsage]
 from jax._src.state import discharge
 from jax.core import ShapedArray
+from jax.extend import source_info_util
 from jax.extend.mlir.dialects import stablehlo
 from jax.interpreters import ad, batching, mlir
 from jax.interpreters import partial_eval as pe
@@ -246,6 +249,33 @@ def equations_of_trace(x: Any) -> list[Any]:
     """All equations so far in the trace that a traced value belongs to."""
     found = [e() if isinstance(e, weakref.ref) else e for e in _part_of(x, "_trace", "frame", "tracing_eqns")]
     return [_as_equation(eqn) for eqn in found if eqn is not None]  # jax keeps no equation that nothing is left of
+
+
+def replayed(jaxpr: Any, operands: Sequence[Any]) -> list[Any] | None:
+    """Append the equations of a closed jaxpr as they are to the trace of a ``jit``, and return their results.
+
+    ``None`` in any other trace, for operands of other types, and for a jaxpr with effects: it must be traced anew.
+    """
+    trace, source = _part_of(private_core, "trace_ctx", "trace"), source_info_util.current()
+    tracer, folded = (_part_of(private_pe, name) for name in ("DynamicJaxprTracer", "try_constant_folding"))
+    own = isinstance(trace, _part_of(private_pe, "DynamicJaxprTrace")) and any(isinstance(x, tracer) for x in operands)
+    if not own or jaxpr.effects or [v.aval for v in jaxpr.jaxpr.invars] != [*map(jax.typeof, operands)]:
+        return None
+    inputs = [*jaxpr.jaxpr.constvars, *jaxpr.jaxpr.invars]
+    env = {v: trace.to_jaxpr_tracer(x, source) for v, x in zip(inputs, [*jaxpr.consts, *operands], strict=True)}
+
+    def read(atoms: Sequence[Any]) -> list[Any]:
+        return [tracer(trace, v.aval, v, source) if isinstance(v, jex.Literal) else env[v] for v in atoms]
+
+    for eqn in jaxpr.jaxpr.eqns:
+        where = eqn.source_info.replace(name_stack=source.name_stack + eqn.source_info.name_stack)
+        given, types = read(eqn.invars), [v.aval for v in eqn.outvars]
+        if (known := folded(eqn.primitive, given, eqn.params, types)) is not None:
+            made = [trace.new_const(x, where, aval) for x, aval in zip(known, types, strict=True)]
+        else:
+            made = trace.emit_eqn(given, types, eqn.primitive, eqn.params, eqn.effects, where, eqn.ctx)
+        env.update(zip(eqn.outvars, made, strict=True))
+    return read(jaxpr.jaxpr.outvars)
 
 
 def variable_of(x: Any) -> Any:
