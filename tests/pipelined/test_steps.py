@@ -182,6 +182,19 @@ def test_large_gradients_wait_on_the_host(axis, unrolled, dtype):
     train.finish(carry)
 
 
+@pytest.mark.parametrize("gradients", ["device", "host"])
+def test_gradients_wait_divided_like_their_parameters(gradients):
+    """XLA by itself would keep some of them whole on every device."""
+    mesh = jax.make_mesh((2,), ("d",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:2])
+    home = lambda *spec: jax.NamedSharding(mesh, jax.P(*spec))  # noqa: E731
+    params = jax.device_put(parameters(), {"layers": home(None, "d"), "head": home(), "bias": home()})
+    tx, x = offloaded(CLIPPED), jax.device_put(batch(0), home("d"))
+    carry, _ = pipelined(step_of(tx), gradients=gradients)((params, tx.init(params)), x)
+    (found,) = (x for x in carry.kept[1].values() if x.shape == params["layers"].shape)
+    assert found.sharding.is_equivalent_to(home(None, "d").with_memory_kind(found.sharding.memory_kind), found.ndim)
+    assert found.sharding.memory_kind == (HOST if gradients == "host" else DEVICE)
+
+
 def test_gradients_that_cannot_wait():
     tx, state = offloaded(CLIPPED), offloaded(CLIPPED).init(parameters())
 
