@@ -15,6 +15,7 @@ import pytest
 
 import jax_offload as jo
 from tests.support import steps
+from tests.support.sizes import set_sizes
 from tests.support.steps import ADAMW
 
 pytestmark = [
@@ -52,17 +53,13 @@ def offload(inner=CLIPPED, update_on="host", **options):
     return jo.offload(inner, **{"min_bytes": 2048, "update_on": update_on, **options})
 
 
-@pytest.fixture(params=["a group each", "one group"])
-def groups(request):
-    if request.param == "a group each":
-        request.getfixturevalue("small_groups")
-
-
 # ---- values, placement and donation ----------------------------------------------------------------------------------
 
 
-def test_the_same_to_the_last_bit(groups):
+@pytest.mark.parametrize("group", [1, 2**30])
+def test_the_same_to_the_last_bit(group, monkeypatch):
     """Two loops of many steps, their inputs donated."""
+    set_sizes(monkeypatch.setattr, group=group)
     step = jo.jit(step_of(tx := offload(ADAMW, 0.6)), donate_argnums=(0, 1))
 
     def train():

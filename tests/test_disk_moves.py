@@ -185,7 +185,7 @@ def test_a_checkpoint_that_is_damaged_leaves_no_files_and_the_one_before_is_used
 def test_what_is_wrong_says_so(disks):
     files = disks()
     tx = offload(files)
-    with pytest.raises(ValueError, match="there is no commit in"):
+    with pytest.raises(ValueError, match=r"there is no commit in .*Fix: the directory of the run"):
         files.resume(target_of(tx))
     weights, state = trained(tx)
     files.commit(3, {"params": weights, "state": state})

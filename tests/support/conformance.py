@@ -99,16 +99,6 @@ def patched(factory: Callable[..., Any]) -> Callable[..., Any]:
     return make
 
 
-def patched_inject(inject: Callable[..., Any]) -> Callable[..., Any]:
-    """``inject_hyperparams`` returns a factory, which calls its inner factory in ``init`` and ``update``."""
-
-    @functools.wraps(inject)
-    def make(*args, **kwargs):
-        return patched(inject(*args, **kwargs))
-
-    return make
-
-
 def patch_multi_steps() -> None:
     """``MultiSteps`` is a class: wrap the two methods of each instance. An ``offload`` inside it is refused, so it is
     always wrapped whole."""
@@ -133,8 +123,8 @@ def patch_optax() -> None:
             if not inspect.isfunction(value) or name.startswith("_") or value.__module__ == base.__name__:
                 continue  # ``base`` holds converters (``with_extra_args_support``), not optimizers
             returns = str(inspect.signature(value).return_annotation)
-            if name == "inject_hyperparams":
-                replaced[value] = patched_inject(value)
+            if name == "inject_hyperparams":  # it returns a factory, which calls its inner one in init and update
+                replaced[value] = functools.wraps(value)(lambda *args, of=value, **how: patched(of(*args, **how)))
             elif "GradientTransformation" in returns and "Callable" not in returns:
                 replaced[value] = patched(value)
     for module in modules:
