@@ -7,11 +7,19 @@ import optax
 import pytest
 
 import jax_offload as jo
+from tests.support.trees import kinds
 
 pytestmark = pytest.mark.oldest("barriers")
 
 SHAPE = (256, 260)  # large enough to wait for each other
 SPECIAL = [np.nan, np.inf, -np.inf, -0.0, 1e30, 1e-40]
+CLIPPED = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
+SOME = {  # and the fraction
+    "sgd": (optax.sgd(0.1, momentum=0.9), 0.5),
+    "zero_nans": (optax.chain(optax.zero_nans(), optax.adam(1e-3)), 1.0),
+    "clipped": (CLIPPED, 1.0),
+    "apply_if_finite": (optax.apply_if_finite(optax.adam(1e-3), 2), 0.5),
+}
 
 
 def produced(grads):
@@ -19,59 +27,44 @@ def produced(grads):
     return jax.tree.map(lambda x: jnp.flip(jnp.flip(x, -1), -1), grads)
 
 
-@pytest.fixture
-def grads():
-    """The first number of each, by which a gradient shows that it is there, is a special one."""
-    keys = jax.random.split(jax.random.key(0), len(SPECIAL))
-    produced = {f"w{i}": jax.random.normal(key, SHAPE) for i, key in enumerate(keys)}
-    produced = {name: g.at[0, 0].set(first) for (name, g), first in zip(produced.items(), SPECIAL, strict=True)}
-    return jax.device_put(produced | {"scale": jnp.ones(3)}, jax.devices()[0])
+def ones(where):
+    return jax.device_put({f"w{i}": jnp.ones(SHAPE) for i in range(4)}, where)
 
 
-@pytest.mark.parametrize(
-    ("inner", "fraction"),
-    [
-        pytest.param(optax.sgd(0.1, momentum=0.9), 0.5, id="sgd"),
-        pytest.param(optax.chain(optax.zero_nans(), optax.adam(1e-3)), 1.0, id="zero_nans"),
-        pytest.param(optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3)), 1.0, id="clipped"),
-        pytest.param(optax.apply_if_finite(optax.adam(1e-3), 2), 0.5, id="apply_if_finite"),
-    ],
-)
-def test_special_numbers_change_nothing_else(inner, fraction, grads):
-    params = jax.tree.map(jnp.ones_like, grads)
-    tx = jo.offload(inner, fraction=fraction)
+@pytest.mark.parametrize("name", SOME)
+def test_special_numbers_change_nothing_else(name):
+    """The first number of each gradient, by which it shows that it is there, is a special one."""
+    inner, fraction = SOME[name]
+    random = jax.random.normal(jax.random.key(0), (len(SPECIAL), *SHAPE)).at[:, 0, 0].set(jnp.array(SPECIAL))
+    grads = {f"w{i}": x for i, x in enumerate(random)} | {"scale": jnp.ones(3)}
+    grads = jax.device_put(grads, jax.devices()[0])
+    params, tx = jax.tree.map(jnp.ones_like, grads), jo.offload(inner, fraction=fraction)
     state = tx.init(params)
-    assert any(x.sharding.memory_kind == "pinned_host" for x in jax.tree.leaves(state))
-    updates, state = jax.jit(lambda g, s, p: tx.update(produced(g), s, p))(grads, state, params)
-    expected, plain = jax.jit(inner.update)(grads, inner.init(params), params)
-    for ours, theirs in zip(jax.tree.leaves((updates, state)), jax.tree.leaves((expected, plain)), strict=True):
-        a, b = np.asarray(ours), np.asarray(theirs)
-        np.testing.assert_allclose(a, b, rtol=1e-6)
-        np.testing.assert_array_equal(np.signbit(a), np.signbit(b))
+    assert "pinned_host" in kinds(state)
+    got = jax.jit(lambda g, s, p: tx.update(produced(g), s, p))(grads, state, params)
+    want = jax.jit(inner.update)(grads, inner.init(params), params)
+    for ours, theirs in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-6)
+        np.testing.assert_array_equal(np.signbit(ours), np.signbit(theirs))
 
 
 COLLECTIVES = ("all-reduce(", "all-reduce-start(", "all-gather", "collective-permute")
-CLIPPED = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
 ROWS, WHOLE = jax.sharding.PartitionSpec("data"), jax.sharding.PartitionSpec()
+DIVIDED = {  # of parameters and gradients, and whether init has seen the parameters
+    "divided parameters": (ROWS, None, True),
+    "parameters that init has not seen": (ROWS, None, False),
+    "divided gradients": (WHOLE, ROWS, True),
+}
 
 
 @pytest.mark.parametrize(("inner", "fraction"), [(optax.adamw(1e-3), 0.5), (CLIPPED, 1.0)])
-@pytest.mark.parametrize(
-    ("spec", "constraint", "known"),
-    [
-        pytest.param(ROWS, None, True, id="divided parameters"),
-        pytest.param(ROWS, None, False, id="parameters that init has not seen"),
-        pytest.param(WHOLE, ROWS, True, id="divided gradients"),
-    ],
-)
-def test_divided_gradients_do_not_wait_by_a_collective_each(spec, constraint, known, inner, fraction):
+@pytest.mark.parametrize("name", DIVIDED)
+def test_divided_gradients_do_not_wait_by_a_collective_each(name, inner, fraction):
     """The only collective is the norm's."""
+    spec, constraint, known = DIVIDED[name]
     mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
-    params = jax.device_put({f"w{i}": jnp.ones(SHAPE) for i in range(4)}, jax.sharding.NamedSharding(mesh, spec))
-    state = jo.offload(inner, fraction=fraction).init(params)
-    tx = jo.offload(inner, fraction=fraction)
-    if known:
-        state = tx.init(params)
+    params, tx = ones(jax.sharding.NamedSharding(mesh, spec)), jo.offload(inner, fraction=fraction)
+    state = (tx if known else jo.offload(inner, fraction=fraction)).init(params)
 
     def step(grads, state, params):
         grads = produced(grads)
@@ -80,14 +73,13 @@ def test_divided_gradients_do_not_wait_by_a_collective_each(spec, constraint, kn
         return tx.update(grads, state, params)
 
     text = jax.jit(step).lower(params, state, params).compile().as_text()
-    found = sum(text.count(f" {kind}") for kind in COLLECTIVES)
-    assert found == (inner is CLIPPED)
+    assert sum(text.count(f" {kind}") for kind in COLLECTIVES) == (inner is CLIPPED)
 
 
 def test_devices_that_the_step_does_not_use_change_nothing():
     """Gradients wait for each other beside seven more devices, before and after ``init`` has seen the parameters."""
-    params = jax.device_put({f"w{i}": jnp.ones(SHAPE) for i in range(4)}, jax.devices()[0])
-    state, tx = jo.offload(CLIPPED).init(params), jo.offload(CLIPPED)
+    params, tx = ones(jax.devices()[0]), jo.offload(CLIPPED)
+    state = jo.offload(CLIPPED).init(params)
 
     def barriers():
         traced = jax.jit(lambda grads, state: tx.update(produced(grads), state, params)).trace(params, state)

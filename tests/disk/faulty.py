@@ -171,7 +171,7 @@ class Run:
         self.disk = jo.disk(self.folder)
         self.tx = jo.offload(ADAMW, min_bytes=1024, disk=self.disk)
         self.step = jo.jit(self._step, donate_argnums=(0, 1))
-        params, state = self.began = self.trained(model(), self.tx.init(model()), 2)
+        params, state = self.trained(model(), self.tx.init(model()), 2)
         self.commit(2, params, state)
         self.want = {2: self.values(params, state)}
         for step in (3, 4):

@@ -2,7 +2,7 @@
 
 import contextlib
 import errno
-import os
+import multiprocessing
 import signal
 import threading
 
@@ -105,24 +105,21 @@ def test_a_child_does_not_keep_the_files(run):
     run.restart()
     other = jo.disk(run.folder)
     target = {"params": model(), "state": jo.abstract_state(run.tx, model())}
-    (out, into), (begun, begins) = os.pipe(), os.pipe()
-    if (child := os.fork()) == 0:
-        os.close(into)
-        os.write(begins, b".")
-        os.read(out, 1)
-        os._exit(0)
+    fork = multiprocessing.get_context("fork")
+    begun, ends = fork.Event(), fork.Event()
+    child = fork.Process(target=lambda: (begun.set(), ends.wait(300)))
+    child.start()
+    assert begun.wait(300)  # what runs after a fork has run in the child
     try:
-        os.read(begun, 1)  # what runs after a fork has run in the child
         with pytest.raises(ValueError, match=r"in use by .* this one, in which another jo\.disk has it"):
             other.resume(target)  # the child has not unlocked its parent's
         run.disk.close()
         assert other.resume(target)[1] == 2
         other.close()
+        assert child.is_alive()
     finally:
-        os.close(into)
-        os.waitpid(child, 0)
-        for descriptor in (out, begun, begins):
-            os.close(descriptor)
+        ends.set()
+        child.join()
 
 
 # ---- what is in a tree -----------------------------------------------------------------------------------------------
