@@ -5,7 +5,6 @@ import io
 import json
 import runpy
 import sys
-import textwrap
 from types import SimpleNamespace
 
 import pytest
@@ -73,49 +72,47 @@ def test_the_version_and_help():
     assert all(word in run("-h").stdout for word in ("check", "doctor", "Exit codes"))
 
 
+MINE = """
+import jax, optax, jax_offload as jo
+number = 3
+def make_state():
+    return optax.lion(1e-4), {"w": jax.ShapeDtypeStruct((4, 1024, 1024), "float32")}
+def wrong():
+    return 3
+def strings():
+    return optax.lion(1e-4), {"w": jax.ShapeDtypeStruct((4,), "float32"), "name": "abc"}
+def raises():
+    raise ValueError("of their own")
+def of_each_way():
+    def make(tx):
+        def step(params, state):
+            return jo.update_params(tx, jax.grad(lambda p: (p["w"] ** 2).sum())(params), state, params)
+        params = make_state()[1]
+        return step, params, jo.abstract_state(tx, params)
+    return make, optax.adamw(1e-4)
+"""
+ODD = [  # what is asked, the exit code, what is said
+    ("plan mine_for_test:wrong", 2, "mine_for_test:wrong"),
+    ("plan mine_for_test:raises", 9, "ValueError: of their own"),
+    ("plan mine_for_test:number", 2, "expected module:function, a function without arguments that returns"),
+    ("plan mine_for_test:strings", 2, "params: expected arrays, or values with shape and dtype; ['name'] is a str"),
+    ("plan mine_for_test:nothing", 2, "has no attribute 'nothing'"),
+    ("check mine_for_test:of_each_way", 2, "the (make, tx) of plan. Give what make(tx) returns"),
+    ("plan broken_for_test:f", 9, "No module named 'no_such_thing'"),
+]
+
+
 def test_a_function_of_yours(tmp_path, monkeypatch):
-    (tmp_path / "mine_for_test.py").write_text(
-        textwrap.dedent("""
-            import jax, optax
-            def make_state():
-                return optax.lion(1e-4), {"w": jax.ShapeDtypeStruct((4, 1024, 1024), "float32")}
-            def wrong():
-                return 3
-            def strings():
-                return optax.lion(1e-4), {"w": jax.ShapeDtypeStruct((4,), "float32"), "name": "abc"}
-            def raises():
-                raise ValueError("of their own")
-            number = 3
-            def of_each_way():
-                import jax_offload as jo
-                def make(tx):
-                    def step(params, state):
-                        return jo.update_params(tx, jax.grad(lambda p: (p["w"] ** 2).sum())(params), state, params)
-                    params = make_state()[1]
-                    return step, params, jo.abstract_state(tx, params)
-                return make, optax.adamw(1e-4)
-        """)
-    )
-    monkeypatch.chdir(tmp_path)
-    done = run("plan", "mine_for_test:make_state", "--json")
-    assert done.exit_code == 0, done.output
-    assert json.loads(done.stdout)["options"][1]["host"] == 16 * 2**20
-    rows = json.loads(run("plan", "mine_for_test:of_each_way", "--json").stdout)["options"]
-    assert [row["name"] for row in rows] == ["resident", "offload", "cores"]
-    assert run("plan", "mine_for_test:wrong").exit_code == 2
-    for name, code, says in (
-        ("raises", 9, "ValueError: of their own"),
-        ("number", 2, "expected module:function, a function without arguments that returns"),
-        ("strings", 2, "params: expected arrays, or values with shape and dtype; ['name'] is a str"),
-        ("nothing", 2, "has no attribute 'nothing'"),
-    ):
-        done = run("plan", f"mine_for_test:{name}")
-        assert done.exit_code == code and says in done.output
-    done = run("check", "mine_for_test:of_each_way")
-    assert done.exit_code == 2 and "the (make, tx) of plan. Give what make(tx) returns" in done.output
+    (tmp_path / "mine_for_test.py").write_text(MINE)
     (tmp_path / "broken_for_test.py").write_text("import no_such_thing\n")
-    done = run("plan", "broken_for_test:f")
-    assert done.exit_code == 9 and "No module named 'no_such_thing'" in done.output
+    monkeypatch.chdir(tmp_path)
+    sizes, rows = (json.loads(run("plan", f"mine_for_test:{name}", "--json").stdout)["options"]
+                   for name in ("make_state", "of_each_way"))  # fmt: skip
+    assert sizes[1]["host"] == 16 * 2**20
+    assert [row["name"] for row in rows] == ["resident", "offload", "cores"]
+    for asked, code, says in ODD:
+        done = run(*asked.split())
+        assert done.exit_code == code and says in done.output, done.output
 
 
 STEPS = """
