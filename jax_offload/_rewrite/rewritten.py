@@ -197,7 +197,7 @@ def _in_each_iteration(
     for eqn in loop.eqns:
         body.put(eqn)
     tried = dataclasses.replace(loop, consts=consts)
-    tried.renew(body.eqns, body.read(loop.returned))
+    tried.renew(dataclasses.replace(tried.body, eqns=body.eqns, outputs=body.read(loop.returned)))
     plain = canonical(tried.body)
     operand_of = {**consts, **{v: first for v, (first, _, _) in loop.carry.items()}}
     shards = {v: program.shards[x] for v, x in operand_of.items() if isinstance(x, Var) and x in program.shards}
@@ -209,7 +209,7 @@ def _in_each_iteration(
         return _in_each_iteration(program, before, loop, again - stay, like)
     if parts.moved:
         loop.consts, done = consts, _put_together(parts)
-        loop.renew(done.eqns, done.outputs)
+        loop.renew(done)
     return parts.moved
 
 

@@ -45,7 +45,7 @@ from jax_offload._program.primitives import ELEMENTWISE
 from jax_offload._program.program import Builder, Program, flat, is_load
 from jax_offload._program.propagate import Facts, Mask, forward, made_of, needed_for, union
 from jax_offload._program.slices import Slice, is_summary
-from jax_offload._rewrite.canonical import dereferenced, moving_whole_stacks
+from jax_offload._rewrite.canonical import dereferenced, scanning_rows
 from jax_offload._rewrite.inlined import UPDATED, consisting_of, equation_of, localised, origins_of, traced_step
 from jax_offload._rewrite.parts import Cut, computed_again, cut_step
 from jax_offload._rewrite.rewritten import check_program, tell, unreturned
@@ -88,7 +88,7 @@ class Rotated:
         self.of, self._types, self.tree = of, closed.out_avals, jax.tree.structure(carried)
         self.carried = dict(zip(of.names, jax.tree.map(_type_of, carried), strict=True))
         names, owners = names_of(self.carried), [k for k, x in enumerate(carried) for _ in jax.tree.leaves(x)]
-        program = moving_whole_stacks(dereferenced(flat(closed, any_jit=True), any_jit=True))
+        program = scanning_rows(dereferenced(flat(closed, any_jit=True), any_jit=True))
         inputs = program.inputs[len(program.consts) :]
         own, others = inputs[: len(names)], inputs[len(names) :]
         self._like = like = dict(zip(own, shardings, strict=True))
