@@ -295,7 +295,7 @@ def _by_number(loop: Loop, new: Builder) -> bool:
             sums[v] = placed
     starts = [eqn.invars[1:] for found in slices.values() for eqn in found]
     starts += [placed.invars[2:] for placed in sums.values()]
-    if not starts or not _are_numbers(loop, new, starts):
+    if length < 2 or not starts or not _are_numbers(loop, new, starts):
         return False
     inside = Builder()
     for v, found in slices.items():
