@@ -248,6 +248,7 @@ class Hoist:
         ys = [y for y in scan.ys if not isinstance(y, DropVar) and y.aval.shape[0] == scan.length]
         flow, bits = _Flow(dict.fromkeys(ys, Rows(0))), {y: 1 << i for i, y in enumerate(ys)}
         later, of_rows = {*scan.carry, *scan.ys}, {*scan.ys}
+        causes = dict[Var, str]()  # of what only blocked equations lead to: why the first of them is blocked
         for eqn in self.program.eqns[self.at + 1 :]:
             ins = variables(eqn.invars)
             late = [v for v in ins if v in later]
@@ -256,15 +257,21 @@ class Hoist:
             later.update(eqn.outvars)
             of_rows.update(() if of_rows.isdisjoint(ins) else eqn.outvars)
             rows = [v for v in ins if isinstance(flow.dims.get(v), Rows)]
+            others = [v for v in late if v not in rows]
+            held = [causes[v] for v in others if v in causes]
+            cause = held[0] if held and len(held) == len(others) else ""
             if not rows or id(eqn) in self.claimed:
+                causes.update(dict.fromkeys(eqn.outvars, cause) if cause else {})
                 continue
             try:
-                if others := {*late}.difference(rows):
+                if others:
                     raise CannotHoist(OF_THE_SCAN if of_rows.isdisjoint(others) else NEEDS_ALL)
                 found = flow.after(eqn, scan.length, later)
             except (CannotHoist, Dependent) as why:
                 if eqn.primitive.name not in _HEAVY:
-                    flow.blocked.update(dict.fromkeys(rows, self._why(why, eqn)))
+                    cause = cause or self._why(why, eqn)
+                    flow.blocked.update(dict.fromkeys(rows, cause))
+                    causes.update(dict.fromkeys(eqn.outvars, cause))
                 continue
             if None not in found:
                 eqns.append(eqn)

@@ -124,6 +124,13 @@ def test_why_nothing_moves(expected):
     assert any(expected in why and "; " in why for why in table.stays), table.stays
 
 
+def test_only_the_first_cause_is_a_reason():
+    """What is made of rows that have met is no norm of all gradients."""
+    step = jo.jit(lambda p, s, x: jo.update_params(TX, changed_by(lambda g: g * g[::-1])(loss_of)(p, x), s, p))
+    (why,) = placement(step, TX).stays
+    assert "keep layers apart: rev" in why
+
+
 def needing_all(params, state, x):
     """A pipelined update stays ahead of a pass that begins with all layers."""
     scaled = lambda p: x | {"x": x["x"] / optax.tree.norm(p["layers"])}  # noqa: E731
