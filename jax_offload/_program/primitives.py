@@ -167,10 +167,11 @@ ELEMENTWISE = frozenset(
     sqrt square stop_gradient sub tan tanh xor""".split()
 ) | {MARK}
 PLACED = frozenset("device_put sharding_constraint reshard".split())  # the primitives that say where a value is
+# `_COMBINE` in `rules.py` joins what chunks make of these; without an entry there, rows depend on each other.
 REDUCE = frozenset("reduce_sum reduce_max reduce_min reduce_and reduce_or reduce_xor reduce_prod argmax argmin".split())
 CHECKPOINT = frozenset(("checkpoint", "remat2"))
 SHAPES = frozenset("broadcast_in_dim iota pad reshape slice squeeze transpose".split())  # they compute nothing
-_OTHERS = frozenset(  # they rearrange elements or make random ones, or belong to derivatives; none has a rule for rows
+_OTHERS = frozenset(  # they rearrange elements, make random ones, or belong to derivatives
     """concatenate dynamic_slice dynamic_update_slice mulhi name one_minus_square random_bits random_clone
     random_fold_in random_seed random_split random_unwrap random_wrap rev rng_bit_generator split stack threefry2x32
     tile unstack""".split()

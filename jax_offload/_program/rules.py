@@ -7,11 +7,13 @@ axis is put together from the chunks' results, if the slice does not use it itse
 Each primitive that keeps rows apart has one rule, a function under ``@rule("name")``. It names the dimensions of an
 equation's operands and results, as ``einsum`` does with letters: rows along a dimension of an operand lie along the
 dimension of the same name in the results. A dimension along which rows depend on each other is ``None``. A name that
-is in no result is reduced; then ``combine`` puts the results of chunks together, and without it they depend on each
-other. ``running``, for cumulative sums, is a short example. If a parameter of the equation holds a shape of its result,
-the parameter's name belongs in ``SHAPE_PARAMETER``. Without a rule the leaf is loaded whole, and no rule is asked about
-an equation that reads a reduction over all rows, or that has an effect. If an equation takes about as long as its
-operands are read, its name also belongs in ``CHEAP`` (``_program/primitives.py``).
+is in no result is reduced; then ``combine`` puts the results of chunks together, and without ``combine`` rows depend
+on each other. ``running``, for cumulative sums, is a short example. If a parameter of the equation holds a shape of its
+result, the parameter's name belongs in ``SHAPE_PARAMETER``. If an equation takes about as long as its operands are
+read, as ``rev`` does and ``sort`` does not, its name also belongs in ``CHEAP`` (``_program/primitives.py``).
+
+``rows_after`` applies the rules. It decides about ``reshape``, barriers and calls by itself, and asks no rule about an
+equation that reads a reduction over all rows, or that has an effect. Without a rule the leaf is loaded whole.
 """
 
 import dataclasses
