@@ -1,22 +1,16 @@
 """Random steps do in every mode of the package what plain optax does under ``jax.jit``."""
 
-import tempfile
-import warnings
-from pathlib import Path
-
 import pytest
 
-import jax_offload as jo
 from tests.support.random_steps import (
     FIELDS,
     MODES,
-    Step,
     check,
     complete,
     differences,
+    placement_of,
     recipe,
     reference,
-    rest_of,
     variants,
 )
 from tests.support.steps import moved
@@ -151,12 +145,7 @@ CHOICES = (
 
 def shown(**choices):
     """The placement of a step of these choices."""
-    r = complete({**BASE, **choices})
-    with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        step = Step(r, "jo.jit", Path(folder))
-        given = {**step.carried, **rest_of(step, 0)}
-        return jo.placement(jo.jit(step.function), *[given[name] for name in step.arguments])
+    return placement_of(complete({**BASE, **choices}), "jo.jit")
 
 
 @pytest.mark.oldest("the whole step")

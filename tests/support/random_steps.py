@@ -4,8 +4,9 @@ A recipe names one choice for each field of ``FIELDS``. ``recipe(seed, variant)`
 one of ``MODES``, and ``shrunk`` looks for the simplest recipe that still differs. The variants of a seed differ in the
 fields of ``FREE`` only, so that one run of plain optax serves them all. From the command line::
 
-    python -m tests.support.random_steps 0 100                        # hunts in 100 seeds, and shrinks what it finds
-    python -m tests.support.random_steps '{"skip": "cond"}' "jo.jit"  # one step; '{}' is the simplest
+    python -m tests.support.random_steps 0 100                          # hunts in 100 seeds, and shrinks what it finds
+    python -m tests.support.random_steps 0 100 "jo.jit|jax.jit"         # only in these of ``MODES``
+    python -m tests.support.random_steps '{"skip": "cond"}' "jo.jit"    # one step, and its placement; '{}': simplest
 """
 
 from __future__ import annotations
@@ -1021,8 +1022,9 @@ def x64(on: bool, by: str) -> Iterator[None]:
         jax.config.update("jax_enable_x64", before)
 
 
-def run(r: Recipe, mode: str, folder: Path) -> Record:
-    """Some calls of a step, each of the results of the one before."""
+@contextlib.contextmanager
+def built(r: Recipe, mode: str, folder: Path) -> Iterator[Step]:
+    """The step of a recipe, under its settings."""
     with contextlib.ExitStack() as contexts:
         contexts.enter_context(x64(r["dtype"] == "float64", r["x64 by"]))
         if r["pieces"] == "small":
@@ -1031,9 +1033,26 @@ def run(r: Recipe, mode: str, folder: Path) -> Record:
         step = Step(r, mode, folder)
         if "explicit" in str(r["mesh"]):
             contexts.enter_context(jax.set_mesh(step.sharding().mesh))
-        if mode.startswith("pipelined"):
-            return pipelined(step)
-        return jitted(step)
+        yield step
+
+
+def run(r: Recipe, mode: str, folder: Path) -> Record:
+    """Some calls of a step, each of the results of the one before."""
+    with built(r, mode, folder) as step:
+        return pipelined(step) if mode.startswith("pipelined") else jitted(step)
+
+
+def placement_of(r: Recipe, mode: str) -> Any:
+    """The placement of a step in a mode that is not pipelined, traced only."""
+    with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings(), built(r, mode, Path(folder)) as step:
+        warnings.simplefilter("ignore")
+        given = {**step.carried, **rest_of(step, 0)}
+        call = (jax.jit if path_of(mode) == "jax.jit" else jo.jit)(step.function, **options_of_jit(step, []))
+        try:
+            return jo.placement(call, *[given[name] for name in step.arguments if name in given])
+        finally:
+            while OPEN:
+                OPEN.pop().close()
 
 
 def options_of_jit(step: Step, names: list[str]) -> dict[str, Any]:
@@ -1382,6 +1401,8 @@ if __name__ == "__main__":
     if sys.argv[1].startswith("{"):
         given = complete(json.loads(sys.argv[1]))
         plain = reference(given)
+        if not (isinstance(plain, Exception) or sys.argv[2].startswith("pipelined")):
+            print(placement_of(given, sys.argv[2]))
         print(
             plain if isinstance(plain, Exception) else "\n".join(differences(given, sys.argv[2], plain)) or "the same"
         )
