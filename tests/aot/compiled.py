@@ -1,9 +1,9 @@
 """The table of compiled steps that no change may make worse: peaks, bytes and overlap, as ``jo.inspect`` reads them.
 
-``python -m tests.aot.compiled`` compiles every row and prints it beside the stored one; ``--write`` stores the result
-in ``compiled.json``, and the kinds of steps in ``docs/what_hides.md``; words select the rows whose names contain them.
-``test_compiled.py`` compiles the rows and compares. Nothing runs: the compiler's figures are exact, the step times are
-simulated from its schedule.
+``python -m tests.aot.compiled`` compiles every row and prints its figures, as ``stored -> new`` where they differ;
+``--write`` stores the result in ``compiled.json``, and the kinds of steps in ``docs/what_hides.md``; words select the
+rows whose names contain them. ``test_compiled.py`` compiles the rows and compares. Nothing runs: the compiler's figures
+are exact, the step times are simulated from its schedule.
 """
 
 import tests.conftest  # noqa: F401, I001  (first: it sets up jax's CPU devices)
@@ -386,6 +386,12 @@ def stored() -> dict[str, dict[str, Any]]:
     return json.loads(TABLE.read_text())["rows"] if TABLE.exists() else {}
 
 
+def figures(now: dict[str, Any], before: dict[str, Any]) -> str:
+    """A row's figures, each after the stored one where they differ, for better or worse."""
+    both = ((name, x, before.get(name, x)) for name, x in now.items())
+    return ", ".join(f"{name} {x}" if x == old else f"{name} {old} -> {x}" for name, x, old in both)
+
+
 def worse(now: dict[str, Any], before: dict[str, Any]) -> list[str]:
     """What a row has lost beside the stored one, and beside the resident step."""
     found = []
@@ -418,8 +424,8 @@ def main(arguments: list[str]) -> None:
         except Exception as error:
             print(f"{row.name}: {type(error).__name__}: {str(error).splitlines()[0][:150]}", flush=True)
             continue
-        lost = worse(now, rows[row.name]) if row.name in rows else ["new"]
-        print(row.name, now, *lost, flush=True)
+        lost = [f"WORSE: {each}" for each in worse(now, rows[row.name])] if row.name in rows else ["new"]
+        print(row.name, figures(now, rows.get(row.name, {})), *lost, flush=True)
         if write:
             rows[row.name] = now
             head = {"jax": jax.__version__, "optax": optax.__version__, "units": "MiB per device; ms simulated"}
