@@ -11,12 +11,14 @@ add a policy:
 2. Describe what an iteration does by fields of ``InScan`` (``_schedule/in_scan.py``). ``moves`` are the updates inside,
    ``eqns`` the equations that leave their place, ``kept`` the stacked results that still exist. ``_parts`` runs the
    equations of an update that are in no ``eqns`` after the passes. ``placement`` prints ``RowWise``
-   (``_schedule/schedule.py``) for each move: let its words name the policy.
+   (``_schedule/schedule.py``) for each move: let its field ``scan``, which ``Hoist._move`` sets, name the policy.
 3. Emit it in ``Emitter.iteration`` (``_emit/hoisted.py``). ``update`` runs the moves on row ``i``. ``arithmetic`` runs
    the scan's body; meanwhile it stores row ``before`` (in a forward pass ``i``) and loads row ``after``. ``Buffers``
    (``_emit/run.py``) reads and writes the rows. A policy that updates only some rows in the scan keeps the gradients of
-   all (``kept``). In ``update`` it replaces the other rows' new values with the old ones from ``move.how.buffers``, and
-   leaves these rows out of ``sums``. In ``scanned``, after the last ``exchange``, it loads, updates and stores them.
+   all (``kept``). ``Buffers.update`` writes rows on the device as soon as it has made them. There the policy replaces
+   the other rows' new values with the old ones (``given[old]`` for each ``old`` in ``how.buffers``), and leaves these
+   rows out of sums; the scan still loads them, and stores them unchanged. In ``scanned``, after the last ``exchange``,
+   the policy loads, updates and stores them.
 4. ``rewritten`` puts the parts together and checks operands, buffers and types. If a check fails, the step runs as
    written, with a warning. No check notices a row that is never updated; the tests of random steps do.
 """

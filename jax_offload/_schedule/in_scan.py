@@ -103,7 +103,7 @@ class InScan:
       in_place: the operands on the device that are overwritten by rows.
       new, sums: the results on the device with a buffer of their own, and those that are summed up.
       others: the other operands of the updates.
-      rows: where the rows of all these are.
+      rows: where the rows of all these are, and of the stacked results that the updates read.
       fed: number of one of the scan's ``xs`` -> the result of an update whose rows it has.
     """
 
