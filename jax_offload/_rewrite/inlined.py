@@ -37,7 +37,7 @@ from jax_offload._program.program import (
     kept_apart,
     unguarded,
 )
-from jax_offload._program.propagate import Facts, Mask, Node, forward, union
+from jax_offload._program.propagate import Facts, Mask, Node, forward, needed_for, union
 from jax_offload._schedule.after import FLOPS_PER_BYTE
 from jax_offload._schedule.gates import gradients_in_turn, is_heavy_equation
 from jax_offload._schedule.schedule import Gate, same_type
@@ -107,16 +107,14 @@ def _has_time(update: Update) -> bool:
 def _making_several(program: Program) -> set[int]:
     """The identities of the blocks that make several gradients, none of them more than half of their bytes. Gradients
     are results that no pass through the network needs, but only an update, a norm, or the caller."""
-    needed, found = set[Var](), set[int]()
-    for eqn in reversed(program.eqns):
-        if is_update(eqn):  # a pass may read its results, and its gradients still belong to no such pass
-            continue
+    passes = [eqn for eqn in program.eqns if not is_update(eqn)]  # which may read the results of an update
+    _, needed = needed_for(passes, (), kept=is_heavy_equation)
+    found = set[int]()
+    for eqn in passes:
         gradients = [nbytes(v.aval) for v in eqn.outvars if v not in needed and not isinstance(v, DropVar)]
         block = eqn.primitive.name in CHECKPOINT and all(kept_apart(eqn))  # apart from the forward pass
         if block and gradients and 2 * max(gradients) <= sum(gradients):
             found.add(id(eqn))
-        if is_heavy_equation(eqn) or not needed.isdisjoint(eqn.outvars):
-            needed.update(v for v in eqn.invars if not isinstance(v, Literal))
     return found
 
 
@@ -406,13 +404,12 @@ def traced_step(
       static: the numbers of the arguments that are no operands.
       named: keyword arguments.
     """
-    try:
-        return jaxpr_of(fun, *args, static=static, named=named)
-    except (TypeError, ValueError) as error:
-        given = [x for k, x in enumerate(args) if k not in static], named
-        if not _is_of_memories(error) or not any(map(_may_load, jax.tree.leaves(given))):
-            raise
     with explained():
+        try:
+            return jaxpr_of(fun, *args, static=static, named=named)
+        except (TypeError, ValueError) as error:
+            if not _is_of_memories(error):
+                raise
         return _with_loads(fun, args, static, named)
 
 
@@ -435,23 +432,15 @@ def _is_of_memories(error: Exception) -> bool:
     return "memory_space" in str(error) or "<host>" in str(error)
 
 
-def _may_load(x: Any) -> bool:
-    return is_host_aval(jax.typeof(x)) if hasattr(x, "dtype") else False
-
-
 def _with_loads(
-    fun: Callable[..., Any],
-    args: Sequence[Any],
-    static: Sequence[int],
-    named: Mapping[str, Any],
-    kept: Set[int] = frozenset(),
+    fun: Callable[..., Any], args: Sequence[Any], static: Sequence[int], named: Mapping[str, Any]
 ) -> tuple[ClosedJaxpr, Any]:
     """Trace a step with all of its host arguments but states of optimizers loaded at its start.
 
     A state without optax's types, such as a dict, is known by the update that takes it: where the trace fails, the
-    step is traced once more with these leaves ``kept`` in host memory, by their numbers.
+    step is traced once more with these leaves kept in host memory.
     """
-    numbers, states, given = dict[int, int](), list[Any](), list[bool]()
+    numbers, states, given, kept = dict[int, int](), list[Any](), list[bool](), set[int]()
 
     def run(*args: Any, **kwargs: Any) -> Any:
         numbers.clear()
@@ -467,13 +456,16 @@ def _with_loads(
         with loading(states):
             return fun(*(x if k in static else loaded(x) for k, x in enumerate(args)), **loaded(kwargs))
 
-    try:
-        closed, result = jaxpr_of(run, *args, static=static, named=named)
-    except TypeError:
-        of_states = {numbers[id(x)] for x in states}
-        if of_states <= kept:
-            raise
-        return _with_loads(fun, args, static, named, kept | of_states)
+    while True:
+        states.clear()
+        try:
+            closed, result = jaxpr_of(run, *args, static=static, named=named)
+            break
+        except TypeError:
+            of_states = {numbers[id(x)] for x in states}
+            if of_states <= kept:
+                raise
+            kept |= of_states
     results = jax.tree.unflatten(result, closed.jaxpr.outvars)
     return _returned_to_host(closed, given, _in_states(results)), result
 
