@@ -462,7 +462,7 @@ def _typed(x: Any, in_host_memory: bool) -> Any:
     anywhere = SingleDeviceSharding(jax.devices()[0]) if isinstance(x, Tracer) else None
     place = sharding_of(x) or anywhere or memory.ambient_sharding()
     kind = memory.HOST_KIND if in_host_memory else memory.DEVICE_KIND
-    return memory.abstract(x.shape, x.dtype, memory.with_kind(place, kind), getattr(x, "weak_type", False))
+    return memory.abstract(x.shape, x.dtype, place.with_memory_kind(kind), getattr(x, "weak_type", False))
 
 
 def _is_on_host(x: Any) -> bool:

@@ -511,7 +511,7 @@ def unpacked(
             return row["value"]
         stored, place = Stored(**row["stored"]), getattr(like, "sharding", None) or memory.ambient_sharding()
         if row["on disk"]:
-            return handle(stored, memory.with_kind(place, memory.HOST_KIND))
+            return handle(stored, place.with_memory_kind(memory.HOST_KIND))
         parts, shape = stored.read(read), tuple(stored.shape)
         stored.check_covers(memory.boxes_of(place, shape))
         if isinstance(like, np.ndarray | np.generic):

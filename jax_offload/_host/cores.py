@@ -30,7 +30,7 @@ from jax_offload._disk.disk import allgathered
 from jax_offload._host.stages import Stage
 from jax_offload._program import jaxprs, memory
 from jax_offload._program.jaxprs import Equation, Jaxpr, Literal, Var, jit, values_of, variables
-from jax_offload._program.memory import DEVICE_KIND, HOST_KIND, Box, is_host_aval, on_host, to_device, with_kind
+from jax_offload._program.memory import DEVICE_KIND, HOST_KIND, Box, is_host_aval, on_host, to_device
 from jax_offload._program.program import flat
 from jax_offload._program.slices import Slice
 
@@ -72,7 +72,7 @@ def sent(x: jax.Array) -> jax.Array:
         return x
     if not x.is_fully_addressable:
         return memory.to_host(x)
-    return jax.device_put(x, with_kind(x.sharding, HOST_KIND), may_alias=False)
+    return jax.device_put(x, x.sharding.with_memory_kind(HOST_KIND), may_alias=False)
 
 
 def brought_back(x: jax.Array, sharding: Sharding) -> jax.Array:
@@ -80,9 +80,10 @@ def brought_back(x: jax.Array, sharding: Sharding) -> jax.Array:
     it otherwise if need be; a program of XLA has made it whole."""
     if x.sharding.device_set != sharding.device_set:
         return _copied(x, sharding, may_alias=on_host(x))
-    if not x.sharding.is_equivalent_to(with_kind(sharding, str(x.sharding.memory_kind)), x.ndim):
+    if not x.sharding.is_equivalent_to(sharding.with_memory_kind(str(x.sharding.memory_kind)), x.ndim):
         # device memory divides it in another way
-        x = jax.device_put(jax.device_put(x, with_kind(x.sharding, DEVICE_KIND)), with_kind(sharding, DEVICE_KIND))
+        x = jax.device_put(x, x.sharding.with_memory_kind(DEVICE_KIND))
+        x = jax.device_put(x, sharding.with_memory_kind(DEVICE_KIND))
     return x if x.sharding == sharding else jax.device_put(x, sharding)
 
 
@@ -138,7 +139,7 @@ def program(jaxpr: Jaxpr) -> Callable[..., list[Any]]:
         meanwhile would have it copied, and not deleted. Pinned memory is seen through such a view.
         """
         x = one_of(x)
-        return _copied(x, with_kind(SingleDeviceSharding(cpu()), x.sharding.memory_kind), may_alias=True)
+        return _copied(x, SingleDeviceSharding(cpu(), memory_kind=x.sharding.memory_kind), may_alias=True)
 
     def called(*operands: Any) -> list[Any]:
         with jax.set_mesh(Mesh(np.empty((), object), ())):
@@ -280,7 +281,7 @@ class Kernel:
         found = {k: given[i] for i, k in in_place.items()}
         for k, v in enumerate(self.slice.outputs):
             if k not in found:
-                place = with_kind(given[like].sharding, HOST_KIND if is_host_aval(v.aval) else DEVICE_KIND)
+                place = given[like].sharding.with_memory_kind(HOST_KIND if is_host_aval(v.aval) else DEVICE_KIND)
                 found[k] = memory.assembled(made[k], place, given[like].shape)
         return [found[k] for k in range(len(made))]
 

@@ -25,7 +25,7 @@ from jax_offload._host.stages import BEFORE, Part, Stage, Staged, bytes_of, is_s
 from jax_offload._program import jaxprs, memory
 from jax_offload._program.arrays import nbytes
 from jax_offload._program.jaxprs import ClosedJaxpr, Equation, Jaxpr, Literal, Var, jax_fun, jit, values_of, variables
-from jax_offload._program.memory import DEVICE_KIND, HOST_KIND, is_host_aval, on_host, to_host, with_kind
+from jax_offload._program.memory import DEVICE_KIND, HOST_KIND, is_host_aval, on_host, to_host
 from jax_offload._program.primitives import guarded, opaque, together
 from jax_offload._program.private import without_dead_code
 from jax_offload._program.program import Builder, flat, is_load, is_store, structures, unguarded
@@ -244,7 +244,8 @@ class Driven:
 
     def place(self, v: Var) -> Sharding:
         """Return where a value belongs: replicated in its own memory, unless its sharding is known."""
-        return with_kind(self._place_of(v) or self._everywhere, HOST_KIND if is_host_aval(v.aval) else DEVICE_KIND)
+        place = self._place_of(v) or self._everywhere
+        return place.with_memory_kind(HOST_KIND if is_host_aval(v.aval) else DEVICE_KIND)
 
     def result_places(self, stage: Stage) -> list[Sharding | None]:
         """Return the shardings of a program's results. The next value of a divided value is divided in the same way."""
@@ -298,7 +299,7 @@ class Driven:
             if not isinstance(x, jax.Array):
                 return np.asarray(x)
             here = isinstance(x, Tracer) or not x.committed or x.sharding.device_set == self._devices
-            return x if here else jax.device_put(x, with_kind(self._everywhere, str(x.sharding.memory_kind)))
+            return x if here else jax.device_put(x, self._everywhere.with_memory_kind(str(x.sharding.memory_kind)))
 
         return self._arrays([moved(x) for x in self._step.consts.values()])
 

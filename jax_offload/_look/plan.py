@@ -327,7 +327,7 @@ class Maker:
             def abstract(path: Any, x: Any) -> Any:
                 place = places.get(key_of(path))
                 if in_host_memory(x):
-                    place = memory.with_kind(place or memory.ambient_sharding(), memory.HOST_KIND)
+                    place = (place or memory.ambient_sharding()).with_memory_kind(memory.HOST_KIND)
                 return memory.abstract(np.shape(x), x.dtype, place)
 
             seen.append(tree_map_with_path(abstract, params))
@@ -385,7 +385,7 @@ def _on_device(tree: Any) -> Any:
     """Return a tree of arrays with those in host memory as abstract arrays on the device."""
     kind = memory.DEVICE_KIND
     return jax.tree.map(
-        lambda x: memory.abstract(x.shape, x.dtype, memory.with_kind(x.sharding, kind)) if in_host_memory(x) else x,
+        lambda x: memory.abstract(x.shape, x.dtype, x.sharding.with_memory_kind(kind)) if in_host_memory(x) else x,
         tree,
     )
 

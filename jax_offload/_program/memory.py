@@ -141,13 +141,6 @@ def ambient_sharding() -> Sharding:
     return jax.numpy.zeros(()).sharding
 
 
-def with_kind(sharding: Sharding, kind: str) -> Sharding:
-    """Return ``sharding`` in memory ``kind``; for one device a new one, because a plain sharding may carry no kind."""
-    if isinstance(sharding, SingleDeviceSharding):
-        return SingleDeviceSharding(next(iter(sharding.device_set)), memory_kind=kind)
-    return sharding.with_memory_kind(kind)
-
-
 def check_platform(devices: Iterable[Any]) -> None:
     """Raise ``ValueError`` if a device has no pinned host memory: nothing falls back silently."""
     for device in devices:
@@ -405,7 +398,7 @@ def assembled(parts: Parts, sharding: Sharding, shape: tuple[int, ...]) -> jax.A
     """
     boxes = {d: box_of(index or (), shape) for d, index in _here(sharding, shape).items()}
     found = {box: gathered(parts, box) for box in dict.fromkeys(boxes.values())}
-    alone = {d: with_kind(SingleDeviceSharding(d), str(sharding.memory_kind)) for d in boxes}
+    alone = {d: SingleDeviceSharding(d, memory_kind=sharding.memory_kind) for d in boxes}
     with jax.enable_x64(True):  # each leaf keeps its dtype; a context belongs to one thread, and this may be another
         shards = [jax.device_put(found[box], alone[d], may_alias=True) for d, box in boxes.items()]
     return well_typed(jax.make_array_from_single_device_arrays(shape, sharding, shards))

@@ -99,7 +99,7 @@ def shardings_of(params: Any) -> Shardings:
 def _shardings_in(params: Any) -> Shardings:
     found = {path: s for path, x in by_key(params).items() if (s := memory.sharding_of(x)) is not None}
     hosted = {path: s for path, s in found.items() if s.memory_kind == memory.HOST_KIND}
-    return found | {path: memory.with_kind(s, memory.DEVICE_KIND) for path, s in hosted.items()}
+    return found | {path: s.with_memory_kind(memory.DEVICE_KIND) for path, s in hosted.items()}
 
 
 def without_sharding(params: Any, shardings: Shardings) -> frozenset[str]:

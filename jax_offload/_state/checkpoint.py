@@ -194,7 +194,7 @@ def _restore_step(ocp: Any, manager: Any, step: int, item: str | None, target: A
         found = jax.tree.leaves(reading(ocp.PyTreeCheckpointHandler().restore, folder, args=args))
         leaves = [memory.well_typed(found[k]) for k in indices]
         if by_default:  # orbax's metadata do not tell PRNG keys, which belong on the device, from other arrays
-            leaves = [jax.device_put(x, memory.with_kind(x.sharding, memory.DEVICE_KIND)) if is_key(x) else x
+            leaves = [jax.device_put(x, x.sharding.with_memory_kind(memory.DEVICE_KIND)) if is_key(x) else x
                       for x in leaves]  # fmt: skip
         if sums is not None:
             got = dict(zip((names[k] for k in indices), checksums(leaves), strict=True))
@@ -291,7 +291,7 @@ def default_target(stored: Any) -> Any:
     with contextlib.suppress(Exception):  # the recorded devices may belong to another machine
         sharding = stored.sharding.to_jax_sharding() or sharding
     kind = memory.HOST_KIND if stored.shape else memory.DEVICE_KIND
-    return jax.ShapeDtypeStruct(stored.shape, stored.dtype, sharding=memory.with_kind(sharding, kind))
+    return jax.ShapeDtypeStruct(stored.shape, stored.dtype, sharding=sharding.with_memory_kind(kind))
 
 
 class Late(np.ndarray):

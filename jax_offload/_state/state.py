@@ -185,7 +185,7 @@ def described_state(tx: optax.GradientTransformation, params: Any, *, remember: 
             sharding = NamedSharding(everywhere.mesh, told.spec)  # with Explicit axes the types hold the shardings
         spec = f"P({', '.join(map(repr, sharding.spec))})" if isinstance(sharding, NamedSharding) else ""
         kind = memory.HOST_KIND if leaf.host or leaf.disk else memory.DEVICE_KIND
-        sharding, parts = memory.with_kind(sharding, kind), math.prod(memory.shards_of(sharding, x.shape))
+        sharding, parts = sharding.with_memory_kind(kind), math.prod(memory.shards_of(sharding, x.shape))
         types[k] = leaf.place.at(sharding) if leaf.place else memory.abstract(x.shape, x.dtype, sharding, x.weak_type)
         spec = f"{spec} ({why})" if why else spec
         rows[k] = dataclasses.replace(leaf, sharding=spec, shard_bytes=leaf.nbytes // parts)
@@ -293,7 +293,7 @@ def to_device(state: Any) -> Any:
 
     def on_device(x: Any) -> Any:
         if is_on_disk(x):
-            return jax.device_put(x.read(), memory.with_kind(x.sharding, memory.DEVICE_KIND))
+            return jax.device_put(x.read(), x.sharding.with_memory_kind(memory.DEVICE_KIND))
         return memory.to_device(x) if isinstance(x, jax.Array) else x
 
     return guarded(jax.tree.map(on_device, state, is_leaf=is_on_disk), state)
@@ -401,7 +401,7 @@ def _params_like(tx: optax.GradientTransformation, state: Any) -> Any:
         if not hasattr(array, "dtype"):
             return x
         sharding = memory.sharding_of(array)
-        sharding = None if sharding is None else memory.with_kind(sharding, memory.DEVICE_KIND)
+        sharding = None if sharding is None else sharding.with_memory_kind(memory.DEVICE_KIND)
         return jax.ShapeDtypeStruct(np.shape(array), x.dtype, sharding=sharding)
 
     check_transformation(tx, "(tx, state)")

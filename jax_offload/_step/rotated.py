@@ -39,7 +39,6 @@ from jax_offload._program.memory import (
     to_device,
     to_host,
     typed_sharding,
-    with_kind,
 )
 from jax_offload._program.primitives import ELEMENTWISE
 from jax_offload._program.program import Builder, Program, flat, is_load
@@ -187,7 +186,7 @@ class Rotated:
             sharding = like_state(v, self._like) or (alone if host else None)
             if isinstance(sharding, NamedSharding) and typed is not None:
                 sharding = sharding.update(spec=typed.spec)
-            place = sharding and with_kind(sharding, HOST_KIND if host else DEVICE_KIND)
+            place = sharding and sharding.with_memory_kind(HOST_KIND if host else DEVICE_KIND)
             return abstract(v.aval.shape, v.aval.dtype, place, v.aval.weak_type)
 
         given = dict(zip(names_of(rest), jax.tree.leaves(rest), strict=True))
