@@ -30,6 +30,7 @@ from jax_offload._program.arrays import Offloaded, is_array, is_traced, types_of
 from jax_offload._program.memory import (
     DEFAULT_MIN_BYTES,
     Layouts,
+    in_host_memory,
     inside_shard_map,
     loaded,
     on_host,
@@ -393,7 +394,7 @@ def to_host(tx: Any, state: Any = None, params: Any = None, *args: Any, select: 
         return state_where_kept(tx, state, params)
     leaves, treedef = jax.tree.flatten(tx)
     pairs = zip(leaves, place(Policy(fraction, select), tx, tx), strict=True)
-    moved = [x if not (leaf.host or (returns and _is_on_host(x))) else _in(x, leaf.host) for x, leaf in pairs]
+    moved = [x if not (leaf.host or (returns and in_host_memory(x))) else _in(x, leaf.host) for x, leaf in pairs]
     return guarded(jax.tree.unflatten(treedef, moved), tx)
 
 
@@ -457,21 +458,17 @@ def _on_devices_of(params: Any, state: Any) -> Any:
     return jax.tree.unflatten(treedef, leaves)
 
 
-def _typed(x: Any, in_host_memory: bool) -> Any:
+def _typed(x: Any, hosted: bool) -> Any:
     """The type of an array in one of the memories. The sharding of a tracer is not known, and nothing runs."""
     anywhere = SingleDeviceSharding(jax.devices()[0]) if isinstance(x, Tracer) else None
     place = sharding_of(x) or anywhere or memory.ambient_sharding()
-    kind = memory.HOST_KIND if in_host_memory else memory.DEVICE_KIND
+    kind = memory.HOST_KIND if hosted else memory.DEVICE_KIND
     return memory.abstract(x.shape, x.dtype, place.with_memory_kind(kind), getattr(x, "weak_type", False))
 
 
-def _is_on_host(x: Any) -> bool:
-    return on_host(x) or getattr(sharding_of(x), "memory_kind", None) == memory.HOST_KIND
-
-
-def _in(x: Any, in_host_memory: bool) -> Any:
+def _in(x: Any, hosted: bool) -> Any:
     """Move an array to one of the memories; an abstract array gets that memory in its type."""
     if isinstance(x, jax.ShapeDtypeStruct):
-        return _typed(x, in_host_memory)
+        return _typed(x, hosted)
     x = x if isinstance(x, jax.Array) else jnp.asarray(x)
-    return memory.well_typed(memory.to_host(x)) if in_host_memory else memory.to_device(x)
+    return memory.well_typed(memory.to_host(x)) if hosted else memory.to_device(x)

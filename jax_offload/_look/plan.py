@@ -24,14 +24,14 @@ from jax_offload._look.chips import Chip
 from jax_offload._look.chips import chip as chip_of
 from jax_offload._look.compiled import target_of
 from jax_offload._look.inspection import inspect
-from jax_offload._look.report import in_host_memory, of_transformation, replaced
+from jax_offload._look.report import of_transformation, replaced
 from jax_offload._look.text import bytes_of, count_of, in_bytes, in_seconds
 from jax_offload._look.timeline import compute_time
 from jax_offload._offload import offload
 from jax_offload._program import memory
 from jax_offload._program.arrays import Offloaded, key_of, nbytes
 from jax_offload._program.jaxprs import Var
-from jax_offload._program.memory import names_in, sharding_of, shards_of
+from jax_offload._program.memory import in_host_memory, names_in, sharding_of, shards_of
 from jax_offload._program.propagate import NEEDS
 from jax_offload._state.arguments import check_inner, check_params, shardings_of
 from jax_offload._state.state import described_state

@@ -14,7 +14,6 @@ from typing import Any
 
 import jax
 import optax
-from jax.core import Tracer
 from jax.sharding import NamedSharding
 from jax.tree_util import keystr, tree_flatten_with_path
 
@@ -24,6 +23,7 @@ from jax_offload._emit.run import put_whole
 from jax_offload._look.text import aligned, in_mib, paragraph, terminal_width
 from jax_offload._program import memory
 from jax_offload._program.arrays import is_traced, some, types_of
+from jax_offload._program.memory import in_host_memory
 from jax_offload._schedule.schedule import Planned, Window, from_disk, merged
 from jax_offload._state.arguments import described, is_state
 from jax_offload._state.placement import Leaf, unmanaged
@@ -131,12 +131,6 @@ def fix_of(error: Exception, args: Any) -> str:
         f". Fix: jax_offload.jit, which loads what is in host memory ({some(hosted)}), and in_shardings, if any, that "
         "name the memory of each argument; or load it in the step, jax_offload.to_device(x)"
     )
-
-
-def in_host_memory(x: Any) -> bool:
-    """Return whether an array, concrete, abstract or traced, is in host memory."""
-    sharding = None if isinstance(x, Tracer) else getattr(x, "sharding", None)
-    return memory.on_host(x) or getattr(sharding, "memory_kind", None) == memory.HOST_KIND
 
 
 def _traced(fun: Callable[..., Any], *args: Any) -> tuple[Any, str]:

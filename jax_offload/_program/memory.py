@@ -29,11 +29,6 @@ def is_host_aval(aval: Any) -> bool:
     return getattr(aval, "memory_space", None) is Space.Host  # a type of no array has none
 
 
-def on_device_aval(aval: Any) -> Any:
-    """Return the type of a value after its move to the device."""
-    return aval.update(memory_space=Space.Device) if is_host_aval(aval) else aval
-
-
 def on_host(x: Any) -> bool:
     """Return whether an array or a tracer is in host memory.
 
@@ -233,6 +228,11 @@ def same_sharding(a: Sharding, b: Sharding) -> bool:
 def sharding_of(x: Any) -> Sharding | None:
     """The sharding of an array, a ``ShapeDtypeStruct``, or a tracer on a mesh with Explicit axes."""
     return typed_sharding(jax.typeof(x)) if isinstance(x, Tracer) else getattr(x, "sharding", None)
+
+
+def in_host_memory(x: Any) -> bool:
+    """Return whether an array, concrete, abstract or traced, is in host memory."""
+    return on_host(x) or getattr(sharding_of(x), "memory_kind", None) == HOST_KIND
 
 
 def typed_sharding(aval: Any) -> NamedSharding | None:
