@@ -196,19 +196,14 @@ def scan_of(eqn: Equation) -> Scan | None:
     return Scan(eqn, params["jaxpr"], *ins, *outs, params["length"], params["reverse"], params["unroll"])
 
 
-def sharded_like(
-    eqn: Equation, fun: Callable[..., Any], more_in: Sequence[Any] = (), more_out: Sequence[Any] = ()
-) -> Callable[..., Any]:
-    """``fun`` under a ``shard_map`` that divides operands and results as the equation does.
-
-    ``more_in``, ``more_out``: the specs of further operands and results.
-    """
+def sharded_like(eqn: Equation, fun: Callable[..., Any]) -> Callable[..., Any]:
+    """``fun`` under a ``shard_map`` that divides operands and results as the equation does."""
     params = eqn.params
     return jax.shard_map(
         fun,
         mesh=params["mesh"],
-        in_specs=(*params["in_specs"], *more_in),
-        out_specs=[*params["out_specs"], *more_out],
+        in_specs=(*params["in_specs"],),
+        out_specs=[*params["out_specs"]],
         axis_names=params["newly_manual_axes"],
         check_vma=params["check_vma"],
     )
