@@ -334,24 +334,16 @@ class Hoist:
         Raises:
           CannotHoist: they are expensive, or load a leaf from the host.
         """
-        inside, scan = {id(eqn) for eqn in taken}, self.scan
-        if all(id(eqn) in inside for each in taken for v in each.outvars for eqn in self._read_ahead.get(v, ())):
+        inside, scan, eqns = {id(eqn) for eqn in taken}, self.scan, self.program.eqns
+        readers = {k for eqn in taken for v in eqn.outvars for k in self._readers.get(v, ()) if k < self.at}
+        if all(id(eqns[k]) in inside for k in readers):
             return set()
         reads = variables([*scan.consts, *scan.init, *scan.xs, *(v for eqn in taken for v in eqn.invars)])
-        before, _ = needed_for(self.program.eqns[: self.at], reads, lambda eqn: id(eqn) not in inside)
+        before, _ = needed_for(eqns[: self.at], reads, lambda eqn: id(eqn) not in inside)
         twice, _ = needed_for(taken, {v for eqn in before for v in variables(eqn.invars)})
         if any(not _may_run_twice(eqn) or any(is_host_aval(v.aval) for v in eqn.invars) for eqn in twice):
             raise CannotHoist(NEEDED_BEFORE)
         return {id(eqn) for eqn in twice}
-
-    @functools.cached_property
-    def _read_ahead(self) -> dict[Var, list[Equation]]:
-        """Map each variable to the equations before the scan that read it."""
-        found = dict[Var, list[Equation]]()
-        for eqn in self.program.eqns[: self.at]:
-            for v in variables(eqn.invars):
-                found.setdefault(v, []).append(eqn)
-        return found
 
     def _reread(self, moving: Set[Var]) -> dict[int, Planned]:
         """Map the number of one of the scan's ``xs`` to how its rows are made of rows of leaves that move in the scan:
