@@ -117,6 +117,9 @@ def _chosen(
     return tuple(x.name for x in chosen)
 
 
+_EMPTY = inspect.Parameter.empty
+
+
 class Pipelined:
     """A step that runs each update in the next batch's forward pass, as ``jax_offload.pipelined`` returns it.
 
@@ -142,7 +145,6 @@ class Pipelined:
     def __init__(
         self, step: Callable[..., Any], names: tuple[str, ...], static: tuple[str, ...], on_host: bool = False
     ) -> None:
-        functools.update_wrapper(self, step, updated=())
         self.step, self.names, self.on_host, self._static = step, names, on_host, static
         self._expected = f"expected what the last call returned, or at first the tuple ({', '.join(names)})"
         self._signature = inspect.signature(step)
@@ -267,18 +269,20 @@ class Pipelined:
     def called(self, carried: tuple[Any, ...], rest: Values, *static: Any) -> Any:
         """Call the step of its carried arguments, the others by name, and the static ones."""
         given = rest | dict(zip((*self.names, *self._static), (*carried, *static), strict=True))
-        ordered = {name: given[name] for name in self._signature.parameters if name in given}
+        ordered = {name: x for name in self._signature.parameters if (x := given.get(name, _EMPTY)) is not _EMPTY}
         call = inspect.BoundArguments(self._signature, ordered)  # pyright: ignore[reportArgumentType]
         return self.step(*call.args, **call.kwargs)
 
     def _given(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
         """Return a carry or carried arguments, the others by name, and static ones, of a call or the original step."""
-        with contextlib.suppress(TypeError):
+        if args and isinstance(args[0], Carry):
             return self._of_call(*args, **kwargs)
         try:
             given = self._signature.bind(*args, **kwargs).arguments
             return tuple(given.pop(name) for name in self.names), *self._parted(given)
         except (TypeError, KeyError) as error:
+            with contextlib.suppress(TypeError):
+                return self._of_call(*args, **kwargs)
             whole = ", ".join(self._signature.parameters)
             raise TypeError(f"{error}: expected the step's arguments, {whole}, or a carry and the others.") from None
 
@@ -292,7 +296,7 @@ class Pipelined:
 
     def _parted(self, given: Mapping[str, Any]) -> tuple[Any, ...]:
         rest = {name: x for name, x in given.items() if name not in self._static}
-        return rest, *(given.get(name, self._signature.parameters[name].default) for name in self._static)
+        return rest, *(given.get(name, _EMPTY) for name in self._static)  # a default may have no hash
 
     def _checked(self, carry: Any) -> Any:
         """Return a carry, or the carried arguments of a first call; raise an error if it cannot be used."""

@@ -279,11 +279,12 @@ _FIX = "Return a dict with the carried arguments' names as keys."
 def matched(carried: Mapping[str, Any], result: Any, origins: Sequence[Mask]) -> tuple[list[int], Any]:
     """Return the numbers of the result's leaves that are next values of carried ones, and the tree of the others'.
 
-    A result is one of several if they are returned as a tuple or list, or as a dict or named tuple whose keys include
-    the names of all carried arguments. These names decide. Else the next value of an argument is the only result of its
-    type. Several results of one type are told apart by their origins: the next value is made by an update, and of
-    no other carried argument of that type; or it is the last result for the last argument. They must be in the
-    arguments' order: in another order, a step may also let two networks take turns.
+    A result is one of several if they are returned as a tuple or list, or under names, such as a dict's keys, that
+    include the names of all carried arguments. These names decide. But what has the type of a carried argument is a
+    single result. Else the next value of an argument is the only result of its type. Several results of one type are
+    told apart by their origins: the next value is made by an update, and of no other carried argument of that type; or
+    it is the last result for the last argument. They must be in the arguments' order: in another order, a step may also
+    let two networks take turns.
 
     Args:
       carried: the types of the carried arguments.
@@ -294,14 +295,16 @@ def matched(carried: Mapping[str, Any], result: Any, origins: Sequence[Mask]) ->
       ValueError: an argument has no next value among the results, or it is not certain which one that is.
     """
     numbers = {id(leaf): k for k, leaf in enumerate(jax.tree.leaves(result))}
-    named = result._asdict() if hasattr(result, "_asdict") else result
-    if isinstance(named, Mapping) and carried.keys() <= named.keys():
+    alone = any(_kind(result) == _kind(x) for x in carried.values())
+    children = [] if alone else tree_flatten_with_path(result, is_leaf=lambda x: x is not result)[0]
+    named = {keystr(path, simple=True): x for path, x in children}
+    if carried.keys() <= named.keys():
         if name := next((name for name, x in carried.items() if _kind(named[name]) != _kind(x)), ""):
             raise ValueError(f"step: its result {name!r} differs from the carried argument in tree, shapes or dtypes.")
         nexts = [named[name] for name in carried]
         others: Any = {name: x for name, x in named.items() if name not in carried}
     else:
-        results = list(result) if type(result) in (tuple, list) else [result]
+        results = [*named.values()] if type(result) in (tuple, list) and not alone else [result]
         made_of = [union(origins[numbers[id(leaf)]] for leaf in jax.tree.leaves(x)) for x in results]
         alike, found = dict[Any, dict[str, Mask]](), dict[str, int]()
         for k, (name, x) in enumerate(carried.items()):

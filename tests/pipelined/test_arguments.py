@@ -3,6 +3,7 @@
 Orders of arguments and results: tests/test_random_steps.py.
 """
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -70,6 +71,30 @@ def test_what_cannot_be_told_apart_is_named():
     train = jo.pipelined(step_of_averages(lambda **found: found | {"slow": found["loss"]}), donate_argnames=names)
     with pytest.raises(ValueError, match="its result 'slow' differs from the carried argument in tree"):
         train(args[:-1], args[-1])
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass
+class Returned:
+    params: Any
+    state: Any
+    loss: Any
+
+
+def test_names_of_arguments_and_results():
+    """Attributes name results, jax finds the call's own arguments, and the default of a static one needs no hash."""
+    tx = offloaded(CLIPPED)
+
+    def step(batch, params, state, sizes=[8]):  # noqa: B006
+        assert sizes == [8]
+        return Returned(*step_of(tx)(params, state, batch))
+
+    start = (parameters(), tx.init(parameters()))
+    want = jax.jit(step)(batch(0), *copied(start))
+    train = jo.pipelined(step, donate_argnames=("params", "state"), static_argnames="sizes")
+    carry, aux = jax.jit(train, donate_argnames="carry")(start, batch=batch(0))
+    assert [*aux.now] == ["loss"]
+    assert_close(train.finish(carry), (want.params, want.state), 1e-5)
 
 
 def test_networks_that_take_turns_are_not_taken_for_themselves():

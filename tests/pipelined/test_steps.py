@@ -137,18 +137,28 @@ class Both(NamedTuple):
     state: Any
 
 
-def test_one_carried_argument_that_holds_both():
-    """Random steps have a train state beside other results; here it is all that the step returns."""
-    tx = offloaded(ADAMW)
+HOLDERS = {
+    "named tuple": Both,
+    "tuple": lambda params, state: (params, state),
+    "dict with its name": lambda params, both: {"params": params, "both": both},
+}
 
-    def step(both, batch):
-        return Both(*step_of(tx)(*both, batch)[:2])
 
-    both = Both(parameters(), tx.init(parameters()))
+@pytest.mark.parametrize("kind", HOLDERS)
+def test_one_carried_argument_that_holds_both(kind):
+    """Random steps have a train state beside other results; here it is all that the step returns, and not first."""
+    tx, holder = offloaded(ADAMW), HOLDERS[kind]
+
+    def step(batch, both):
+        params, state = (both["params"], both["both"]) if isinstance(both, dict) else both
+        return holder(*step_of(tx)(params, state, batch)[:2])
+
+    both = holder(parameters(), tx.init(parameters()))
     train = jo.pipelined(step, donate_argnames="both")
+    assert "not known" not in str(jo.placement(train, batch(0), both))
     carry, aux = train(copied(both), batch(0))
     assert aux.now == ()
-    assert_close(train.finish(carry), jax.jit(step)(both, batch(0)), 1e-5)
+    assert_close(train.finish(carry), jax.jit(step)(batch(0), both), 1e-5)
 
 
 # ---- gradients="host"
