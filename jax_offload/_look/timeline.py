@@ -145,7 +145,7 @@ class Program:
         begin, seconds = max(self.now, self.free[segment.lane]), segment.end
         if segment.lane in _OTHER_WAY:
             shared = max(0.0, self.free[_OTHER_WAY[segment.lane]] - begin)
-            share = min(1.0, self.chip.host_link_both / self.chip.host_link - 1)
+            share = min(1.0, max(0.0, self.chip.host_link_both / self.chip.host_link - 1))
             seconds = seconds / share if seconds < share * shared else seconds + (1 - share) * shared
         self.free[segment.lane] = begin + seconds
         self.segments.append(dataclasses.replace(segment, begin=begin, end=begin + seconds))

@@ -192,6 +192,8 @@ SCHEDULES = {
                                         step=0.75, exposed=0.75, link=2 / 3, loading=0.5, storing=0.75),
     "no more in both than one way": copies(*COPIES_BOTH, chip=dataclasses.replace(CHIP, host_link_both=2 * MATRIX),
                                            step=1, link=1),
+    "less in both than one way": copies(*COPIES_BOTH, chip=dataclasses.replace(CHIP, host_link_both=MATRIX),
+                                        step=1, link=2),
     "a copy that is not asynchronous": after(f"%l = {M} copy(%h)", step=0.5 + READ, exposed=0.5, loaded=MATRIX),
     # what the host's cores take from the device crosses the link, and host memory does not
     "arithmetic on the host's cores": after(
