@@ -17,6 +17,7 @@ import jax_offload as jo
 from tests.support import steps
 from tests.support.sizes import set_sizes
 from tests.support.steps import ADAMW
+from tests.support.trees import assert_close
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:Some donated buffers were not usable"),
@@ -185,6 +186,23 @@ def test_a_step_with_numbers_among_its_arguments_is_looked_at():
     run = {"step": 0, "params": params, "state": tx.init(params)}
     step = jo.jit(counted, donate_argnums=0, static_argnames=("flag",))
     assert jo.inspect(step, run, X, 1, scale=3).program == "before"
+
+
+@pytest.mark.filterwarnings("ignore:.*arrive at update in device memory")
+def test_leaves_that_a_wrapper_changes_before_the_update_are_updated_on_the_device():
+    def halving(inner):
+        def update(updates, state, params=None):
+            return inner.update(updates, jax.tree.map(lambda m: m / 2, jo.to_device(state)), params)
+
+        return optax.GradientTransformation(inner.init, update)
+
+    params, inner = model(), optax.trace(0.9)
+    got, want = (
+        jax.jit(functools.partial(jo.update_params, tx))(params, tx.init(params), params)
+        for tx in (halving(offload(inner)), halving(inner))
+    )
+    assert_close(got, want, 1e-6)
+    assert {x.sharding.memory_kind for x in jax.tree.leaves(got[1]) if x.ndim > 1} == {"pinned_host"}
 
 
 @pytest.mark.parametrize("option", ["update_on", "disk"])

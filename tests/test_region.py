@@ -49,6 +49,11 @@ def differentiated(derive, make):
     return jax.jit(derive(lambda g: sum(u.sum() for u in jax.tree.leaves(update(g)))))(model())
 
 
+def checked_by_jax(make):
+    with jax.enable_checks(True):
+        return updates_of(make)(model())
+
+
 def reading_an_axis(around, make):
     mean = optax.stateless(lambda updates, params: jax.tree.map(lambda g: jax.lax.pmean(g, "i"), updates))
     update = around(updates_of(make, optax.chain(mean, ADAMW)))
@@ -100,6 +105,7 @@ PROGRAMS = {
     "vmap, Explicit axes": functools.partial(under_vmap, AxisType.Explicit),
     "grad": functools.partial(differentiated, jax.grad),
     "jacfwd": functools.partial(differentiated, jax.jacfwd),
+    "jax's own checks": checked_by_jax,
     "an axis of vmap, known inside a jit": functools.partial(reading_an_axis, jax.jit),
     "an axis of vmap, known inside a checkpoint": functools.partial(reading_an_axis, jax.checkpoint),
     "a learning rate from outside": learning_rate_from_outside,

@@ -139,7 +139,8 @@ def _offloads(trace: Traced, updates: Any, params: Any, options: Options | None)
         if on_cores or on_disk:
             check_on_device(updates, params, "update_on= and disk= are for parameters on the device")
         offload_of |= dict.fromkeys(others, 0)
-    return dict(options=known, offload_of=offload_of, on_cores=frozenset(on_cores), on_disk=frozenset(on_disk))
+    own = frozenset(trace.program.inputs)  # a leaf that a wrapper changes ahead of the update is none
+    return dict(options=known, offload_of=offload_of, on_cores=own & on_cores, on_disk=own & on_disk)
 
 
 def _update(trace: Traced, trees: tuple[Any, Any, Any], next_of: tuple[int, ...], options: Options | None) -> Update:

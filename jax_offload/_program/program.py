@@ -74,7 +74,9 @@ class Program:
         """The equations that jax looks for before it lowers: transfers, shardings, callbacks. jax goes through all
         equations four times for that, and most are arithmetic."""
         eqns = [eqn for eqn in self.eqns if eqn.primitive.name in PLACED or eqn.primitive.name not in CHEAP]
-        return Jaxpr([], [], [], eqns, self.effects, nameless(self.debug_info))
+        made = {v for eqn in eqns for v in eqn.outvars}
+        read = dict.fromkeys(v for eqn in eqns for v in variables(eqn.invars) if v not in made)
+        return Jaxpr([], [*read], [], eqns, self.effects, nameless(self.debug_info))
 
     @functools.cached_property
     def jaxpr(self) -> Jaxpr:
@@ -261,9 +263,14 @@ def flat(
             new.eqns += [equation_of_together(apart)] if apart else []
             operands = [renamed(apart, v) for v in operands]
         given = operands[len(operands) - len(jaxpr.jaxpr.invars) :]  # without the number of a branch
-        return new.call(as_program(jaxpr), given, inline)
+        own = [Var(v.aval) for v in jaxpr.jaxpr.constvars]
+        consts.update(zip(own, jaxpr.consts, strict=True))
+        return new.call(dataclasses.replace(as_program(jaxpr), consts=[]), [*own, *given], inline)
 
-    return rebuilt(as_program(step), inline)
+    consts, program = dict[Var, Any](), as_program(step)  # of calls, not as literals: no rule knows an array's rows
+    found, n = rebuilt(program, inline), len(program.consts)
+    inputs = [*program.inputs[:n], *consts, *program.inputs[n:]]
+    return dataclasses.replace(found, inputs=inputs, consts=[*program.consts, *consts.values()])
 
 
 def _leaf_by_leaf(eqn: Equation) -> Iterator[Equation]:
@@ -360,7 +367,10 @@ def structures() -> Callable[[Jaxpr], Hashable]:
         found: list[Hashable] = [number(v.aval) for v in jaxpr.invars]
 
         def read(v: Atom) -> Hashable:
-            return (number(v.aval), np.asarray(v.val).tobytes()) if isinstance(v, Literal) else names[v]
+            if not isinstance(v, Literal):
+                return names[v]
+            is_key = jnp.issubdtype(v.aval.dtype, jax.dtypes.extended)
+            return number(v.aval), number(v.val) if is_key else np.asarray(v.val).tobytes()
 
         for eqn in jaxpr.eqns:
             found += [eqn.primitive, number(eqn.ctx), *eqn.params, *map(number, eqn.params.values())]

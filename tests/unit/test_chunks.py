@@ -23,6 +23,7 @@ ROWS, COLUMNS = 40, 8  # more rows than the smallest chunk has
 M = np.arange(COLUMNS * COLUMNS, dtype=np.float32).reshape(COLUMNS, COLUMNS) % 3
 WHOLE = np.arange(ROWS * ROWS, dtype=np.float32).reshape(ROWS, ROWS) % 3
 F32, I32 = jnp.float32, jnp.int32
+KEY = jax.random.key(0)
 
 
 def whole_numbers(dtype):
@@ -95,6 +96,8 @@ ONCE = {
     "jit": lambda x, y, n: jax.jit(lambda x, y: (x + y, n))(x, y)[0],
     "jit in jit": lambda x, y, n: jax.jit(lambda x: jax.jit(jnp.transpose)(x) * 2)(x).T,
     "jit with a constant": lambda x, y, n: jax.jit(lambda x: x @ M)(x),
+    "jit with a constant of the same shape": lambda x, y, n: jax.jit(lambda x: x * WHOLE[:, :COLUMNS])(x),
+    "jit with a key": lambda x, y, n: jax.jit(lambda x: x + jax.random.bernoulli(KEY, shape=(1, COLUMNS)))(x),
     "custom_jvp": lambda x, y, n: custom_jvp(x),
     "custom_vjp": lambda x, y, n: custom_vjp(x),
     "cond": lambda x, y, n: lax.cond(n > 0, lambda x: x + y, lambda x: x * y, x),
