@@ -416,6 +416,17 @@ def test_under_vmap_and_differentiated(around):
     assert_close(transformed(jo.jit(step_of(tx)), tx.init), transformed(step_of(inner), inner.init), 1e-4)
 
 
+def test_leaves_are_found_where_jax_has_dropped_results():
+    """The gradient of a step needs its new parameters, and not its new state."""
+    tx = offloaded(ADAMW, min_bytes=0)
+
+    def loss(params, state, batch):
+        return loss_of(jo.jit(step_of(tx))(params, state, batch)[0], batch)
+
+    table = jo.placement(jax.jit(jax.grad(loss)), parameters(), tx.init(parameters()), batch(0))
+    assert table.elsewhere == () and any("in the scan" in leaf.streams for leaf in table.leaves)
+
+
 # ---- a shard_map
 
 
