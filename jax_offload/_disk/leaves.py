@@ -308,15 +308,6 @@ _CANNOT_LOWER = identity_primitive("jax_offload_cannot_lower", _raise)
 # ---- moves between steps: a few leaves in memory at a time -----------------------------------------------------------
 
 
-def check_in_memory(state: Any, what: str) -> None:
-    """Raise ``ValueError`` if a leaf of the state is on disk, because ``what`` takes only leaves in memory."""
-    if found := [x for x in jax.tree.leaves(state, is_leaf=is_on_disk) if is_on_disk(x)]:
-        raise ValueError(
-            f"{what}: {len(found)} leaves of the state are on disk, the first is {found[0]!r}. Fix: jo.to_device(part) "
-            "reads a part of the state; jo.to_host(tx, state), with a tx without disk=, all of it."
-        )
-
-
 def read_into(
     target: Sequence[Any], read: Callable[[Sequence[int]], Sequence[Any]], homes: Sequence[Any] = ()
 ) -> list[Any]:

@@ -154,8 +154,6 @@ def _in_loops(program: Program, like: Equation) -> Program:
 
     Returns the same program where no loop can. ``like``: an equation of an update of the step.
     """
-    if not any(map(_runs_passes, program.eqns)):
-        return program
     changed = list[Loop]()
 
     def rule(new: Builder, eqn: Equation, operands: list[Atom]) -> Sequence[Atom] | None:
@@ -164,21 +162,21 @@ def _in_loops(program: Program, like: Equation) -> Program:
             return None
         loaded = made_cheaply(new.eqns)
         again = {v for v, x in loop.consts.items() if isinstance(x, Var) and x in loaded}
-        if not _in_each_iteration(program, new.eqns, loop, again, like):
+        if (loop := _in_each_iteration(program, new.eqns, loop, again, like)) is None:
             return None
         changed.append(loop)
         loop.put(new)
         return new.read(eqn.outvars)
 
-    found = rebuilt(program, rule)
+    found = rebuilt(program, rule, {"scan"})
     eqns, _ = needed_for(found.eqns, variables(found.outputs), kept=lambda eqn: bool(eqn.effects))
     return dataclasses.replace(found, eqns=eqns) if changed else program
 
 
 def _in_each_iteration(
     program: Program, before: Sequence[Equation], loop: Loop, again: Set[Var], like: Equation
-) -> bool:
-    """Rewrite the body of a loop; return whether its scans load or add up rows.
+) -> Loop | None:
+    """Return a loop with its body rewritten; ``None`` if its scans neither load nor add up rows.
 
     Args:
       program: the step.
@@ -207,10 +205,10 @@ def _in_each_iteration(
     whole = {v for part in parts.parts if isinstance(part.payload, Slice) for v in part.payload.loads}
     if stay := {v for v in again if not leaves_of[v].isdisjoint(whole)}:
         return _in_each_iteration(program, before, loop, again - stay, like)
-    if parts.moved:
-        loop.consts, done = consts, _put_together(parts)
-        loop.renew(done)
-    return parts.moved
+    if not parts.moved:
+        return None
+    tried.renew(_put_together(parts))
+    return tried
 
 
 # ---- reasons, in the updates of a step that stays as it was written

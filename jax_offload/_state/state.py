@@ -21,7 +21,7 @@ from jax.sharding import NamedSharding, PartitionSpec, Sharding
 from jax.tree_util import keystr
 
 from jax_offload._disk.disk import Disk
-from jax_offload._disk.leaves import brought, check_in_memory, is_on_disk, read_into
+from jax_offload._disk.leaves import brought, is_on_disk, read_into
 from jax_offload._program import memory
 from jax_offload._program.arrays import by_key, is_like, key_of, leaves_with_paths, owners
 from jax_offload._program.jaxprs import Literal, jaxpr_of, variables
@@ -354,7 +354,11 @@ def to_plain(tx: optax.GradientTransformation, state: Any) -> Any:
       >>> plain[0].mu["w"].dtype.name, plain[0].mu["w"].sharding.memory_kind
       ('float32', 'pinned_host')
     """
-    check_in_memory(state, "jo.to_plain")
+    if found := [x for x in jax.tree.leaves(state, is_leaf=is_on_disk) if is_on_disk(x)]:
+        raise ValueError(
+            f"jo.to_plain: {len(found)} leaves of the state are on disk, the first is {found[0]!r}. Fix: "
+            "jo.to_device(part) reads a part of the state; jo.to_host(tx, state), with a tx without disk=, all of it."
+        )
     check_transformation(tx, "(tx, state)")  # the stored state tells everything else
     return storage.plain(state, lambda x: storage.in_place(storage.decoded, x) if isinstance(x, Encoded) else x)
 
