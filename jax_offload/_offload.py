@@ -1,7 +1,5 @@
 """Wrap an optax optimizer so that its state lives in pinned host memory; update and apply in one; move to the host."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

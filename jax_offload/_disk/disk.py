@@ -11,8 +11,6 @@ Then each swaps it in, and only after that overwrites the previous one; a proces
 prepared commit. So each process has one or two commits, and the newest one that all processes have is the last.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import functools

@@ -11,8 +11,6 @@ So both directions of the link have a whole iteration. Its arithmetic is divided
 many groups, which take turns: in each phase one group is stored while the one before it is loaded.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence

@@ -5,8 +5,6 @@ divided, and how a step skips. A recipe is traced. The offloads inside it are eq
 own recipes.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Callable, Iterable, Sequence

@@ -1,7 +1,5 @@
 """A schedule, emitted: load → update → store, slice after slice, through a bounded window."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import functools

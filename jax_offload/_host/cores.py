@@ -8,8 +8,6 @@ With several accelerators, kernels update shard by shard. XLA's programs update 
 put together in host memory, one more copy, and the new values are divided again; of replicas, one is read.
 """
 
-from __future__ import annotations
-
 import ctypes
 import dataclasses
 import functools

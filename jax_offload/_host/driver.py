@@ -4,8 +4,6 @@ A task is a program of the device or of the cores, the start of a copy between t
 read or a write of files. Each value is forgotten after its last reader.
 """
 
-from __future__ import annotations
-
 import functools
 import itertools
 from collections import Counter, deque

@@ -9,8 +9,6 @@ Nothing hides an update on the host's cores either. A step takes longer by all t
 is a step to compile, ``timeline`` plays its schedule instead.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from functools import cached_property

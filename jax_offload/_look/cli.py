@@ -1,7 +1,5 @@
 """The command ``jax-offload``: ``plan``, ``check``, and ``doctor``, which asks whether this machine can offload."""
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import inspect as signatures

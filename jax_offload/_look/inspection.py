@@ -1,7 +1,5 @@
 """Inspect what an executable really does with host memory; ``verify`` is the check for a user's own test."""
 
-from __future__ import annotations
-
 import dataclasses
 import re
 import tempfile

@@ -1,7 +1,5 @@
 """``placement``: where each leaf lives and how it moves, read off the trace of an update or of a step."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import itertools

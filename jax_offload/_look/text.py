@@ -1,7 +1,5 @@
 """Text for people: tables and paragraphs as lines, bytes and seconds as words and back."""
 
-from __future__ import annotations
-
 import re
 import shutil
 import textwrap

@@ -3,8 +3,6 @@
 Only this module knows how jax names memories, and asks the machine about them.
 """
 
-from __future__ import annotations
-
 import math
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence

@@ -18,8 +18,6 @@
 | XLA's compile options, a list of devices, ``compile`` of a client | ``compiled``, ``options_of`` | 0.10 to 0.12 |
 """
 
-from __future__ import annotations
-
 import functools
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence

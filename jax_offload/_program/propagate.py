@@ -4,8 +4,6 @@ A kind of fact is a rule: what an equation's results are, given its operands. Th
 loops.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from typing import Any, Generic, TypeVar

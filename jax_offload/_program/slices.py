@@ -8,8 +8,6 @@ Forward, each variable is told which host leaves it needs, and in which pass it 
 parts, and backward each equation goes to the parts that need it.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import math

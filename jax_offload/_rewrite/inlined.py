@@ -1,7 +1,5 @@
 """Inline a step's updates, so that each of their equations can run where its operands are made."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set

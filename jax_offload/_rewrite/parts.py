@@ -23,8 +23,6 @@ add a policy:
    written, with a warning. No check notices a row that is never updated; the tests of random steps do.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 from collections.abc import Mapping, Sequence, Set

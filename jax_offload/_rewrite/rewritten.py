@@ -1,7 +1,5 @@
 """Rewrite a whole step so that updates run where their gradients are made, and check the rewritten step."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import itertools

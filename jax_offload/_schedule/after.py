@@ -3,8 +3,6 @@
 This only decides; ``_emit`` follows the plan.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Iterator, Mapping, Sequence, Set

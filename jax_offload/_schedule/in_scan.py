@@ -1,7 +1,5 @@
 """The plan of a scan in which leaves move, with or without updates inside."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import itertools

@@ -3,8 +3,6 @@
 Deciding makes the plan (``decide``), emitting follows it (``_emit``), and ``placement`` prints it.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 import re

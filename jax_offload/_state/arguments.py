@@ -1,7 +1,5 @@
 """What comes to ``init`` and ``update``: their arguments, which are checked here, and facts that no argument shows."""
 
-from __future__ import annotations
-
 import contextlib
 import contextvars
 import dataclasses

@@ -1,7 +1,5 @@
 """Keep master parameters: the optimizer's own, more precise copy of the model's parameters."""
 
-from __future__ import annotations
-
 import contextlib
 from typing import Any, NamedTuple
 

@@ -4,8 +4,6 @@ The ``init`` of the whole transformation is traced, so that an ``offload`` anywh
 allocated.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import math

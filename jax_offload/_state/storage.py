@@ -10,8 +10,6 @@ run in chunks. Three rules hold for every format:
   "zero-point problem", Li et al. 2023, arXiv:2309.01507); one that is too large only makes a step small.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import difflib
 import functools

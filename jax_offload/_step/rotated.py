@@ -1,7 +1,5 @@
 """Cut a step at its update and put the parts together the other way round: the programs behind ``pipelined``."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Iterable, Mapping, Sequence, Set
