@@ -211,6 +211,9 @@ def _in_each_iteration(
 
 # ---- reasons, in the updates of a step that stays as it was written
 
+OUTSIDE = "update once, outside of it, with the gradients that jnp.where chooses"
+SINGLE = "call jo.jit of a single step"
+
 
 def _saying(closed: ClosedJaxpr, why: Iterable[str], but: Set[int] = frozenset()) -> ClosedJaxpr:
     """Return the same program with a reason in its updates, except those with the identities ``but``."""
@@ -237,9 +240,11 @@ def _noted_inside(program: Program) -> Program:
 
 
 def _inside(words: str, program: Program) -> dict[str, None]:
-    """The reasons why updates in branches and loops stay there."""
-    inside = (eqn for eqn in program.eqns if not is_update(eqn) and holds_update(eqn))
-    return dict.fromkeys(located(words.format(eqn.primitive.name), eqn) for eqn in inside)
+    """The reasons why updates in branches and loops stay there; the second gap in ``words`` is for the fix."""
+    inside = [(eqn.primitive.name, eqn) for eqn in program.eqns if not is_update(eqn) and holds_update(eqn)]
+    return dict.fromkeys(
+        located(words.format(name, OUTSIDE if name == "cond" else SINGLE), eqn) for name, eqn in inside
+    )
 
 
 def _why_not(program: Program) -> Iterable[str]:
@@ -248,8 +253,7 @@ def _why_not(program: Program) -> Iterable[str]:
         whose = "" if only_callbacks(program.effects) else f"of mutable arrays or checks ({', '.join(names)}) "
         having = next(eqn for eqn in program.eqns if ordered(eqn.effects))
         return [located(f"the step has effects {whose}whose order would be lost; use unordered ones", having)]
-    words = "it runs in a {} of the step, and only what each step runs once moves; call jo.jit of a single step"
-    return _inside(words, program)
+    return _inside("it runs in a {} of the step, and only what each step runs once moves; {}", program)
 
 
 def _by_step(program: Program) -> ClosedJaxpr | None:
