@@ -472,7 +472,8 @@ def _sentences(table: Placement) -> Iterator[str]:
         summary += f"; for each device {in_mib(table.host_bytes_per_device)} MiB in {memory.HOST_KIND}"
     yield summary
     for window in table.windows:
-        alone = f"; streamed once the backward pass is over, {window.own_loop}" if window.own_loop else ""
+        own_loop = window.own_loop.split("; ")[0] if table.stays else window.own_loop  # under jo.jit, they give the fix
+        alone = f"; streamed once the backward pass is over, {own_loop}" if own_loop else ""
         first = f" (from {window.leaf} on)" if len(table.windows) > 1 else ""
         yield f"window: {in_mib(window.nbytes)} MiB on each device: {window.why}{alone}{first}"
     yield from (f"beside these leaves, arrays that the step makes itself: {how}" for how in table.elsewhere)

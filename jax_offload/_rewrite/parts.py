@@ -114,7 +114,7 @@ def decided(found: Inlined, apart: bool = False) -> Parts:
     step, eqns = found, found.program.eqns
     scans = [at for at, eqn in enumerate(eqns) if (scan := scan_of(eqn)) is not None and scan.length]
     plans, streams, moved = dict[int, InScan](), dict[int, InScan](), set[int]()
-    stay_behind, stay_ahead, summing = dict[int, list[str]](), list[str](), list[int]()
+    stay_behind, stay_ahead, sums = dict[int, list[str]](), list[str](), dict[int, str]()
 
     def hoist(at: int, **known: Any) -> Hoist:
         read = {v for plan in plans.values() for v in plan.operands}
@@ -126,9 +126,8 @@ def decided(found: Inlined, apart: bool = False) -> Parts:
         if plan is not None:
             plans[at] = plan
             moved |= plan.eqns
-        elif not apart and (how := hoist(at).sums_up(step.gradients)):
-            stay_behind[at].append(how)
-            summing.append(at)
+        if not apart and (how := hoist(at).sums_up(step.gradients)):
+            sums[at] = how
     streams |= {at: plan for at in scans if at not in plans and (plan := hoist(at).streaming()) is not None}
     reread = {at: plan.loads_again for at, plan in {**streams, **plans}.items()}
     for at in scans:
@@ -144,7 +143,12 @@ def decided(found: Inlined, apart: bool = False) -> Parts:
     left = [v for eqn in eqns if id(eqn) not in moved for v in eqn.outvars if v in step.next_of and v.aval.shape]
     _, awaited = needed_for(eqns, left)
     awaited = [at for at in stay_behind if not awaited.isdisjoint(eqns[at].outvars)]
-    stays = [*(why for at in awaited for why in stay_behind[at]), *stay_ahead]
+    # an array of the state on the host that needs a sum waits for it, and not where it needs a number of all gradients
+    on_host = [v for v in left if is_host_aval(v.aval)]
+    _, arrays = needed_for(eqns, on_host, lambda eqn: any(v.aval.shape for v in eqn.outvars))
+    summed = {at: why for at, why in sums.items() if not arrays.isdisjoint(eqns[at].outvars)}
+    stays = [*(why for at in awaited for why in stay_behind[at]), *(summed[at] for at in awaited if at in summed)]
+    stays += stay_ahead
     parts, why = _parts(step, plans, moved)
     if why and not stays:
         _, gradients = needed_for(eqns, step.gradients, lambda eqn: eqn.primitive.name in ELEMENTWISE)
@@ -152,7 +156,7 @@ def decided(found: Inlined, apart: bool = False) -> Parts:
         made = [eqn for eqn in maps if not gradients.isdisjoint(eqn.outvars)]
         stays = [located(IN_A_SHARD_MAP, made[-1]) if made else why]
     moved_any = bool(plans) or any(isinstance(part.payload, Gate) for part in parts)
-    sums_up = tuple(eqns[at] for at in summing if at in awaited)
+    sums_up = tuple(eqns[at] for at in sums if at in awaited)
     return Parts(step, parts, moved_any, tuple(dict.fromkeys(stays)), sums_up)
 
 

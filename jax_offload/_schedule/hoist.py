@@ -29,7 +29,19 @@ from jax_offload._schedule.schedule import Planned, RowWise, Window, same_type
 
 PIPELINED = "; jax_offload.pipelined hides it"
 NEEDS_ALL = f"something that needs all gradients, such as their norm, comes before their update{PIPELINED}"
+OF_THE_STATE = (
+    "a number made of the updates or the state of all layers (LAMB, Adafactor's clipping_threshold) comes before "
+    "their update; jax.vmap the init and update of the layers' optimizer, for a number of each layer"
+)
+OF_THE_NEW = (
+    "a number made of the new parameters or state of all layers chooses between new and old ones; choose by a number "
+    "of the gradients"
+)
 OF_THE_SCAN = f"a number that the same scan carries to its end comes before their update{PIPELINED}"
+AT_ITS_END = (
+    "a scan, forward or backward, ends with its gradient, so nothing is left to hide its update; keep it on the device "
+    "with select="
+)
 BY_INDEX = "a scan takes its layers by their index, and sums their gradients up; scan over stacked parameters instead"
 SHARED = (
     "every iteration of a scan uses it, and its gradient is the sum over all of them (tied layers, a recurrent net); "
@@ -247,7 +259,7 @@ class Hoist:
         scan, eqns = self.scan, list[Equation]()
         ys = [y for y in scan.ys if not isinstance(y, DropVar) and y.aval.shape[0] == scan.length]
         flow, bits = _Flow(dict.fromkeys(ys, Rows(0))), {y: 1 << i for i, y in enumerate(ys)}
-        later, of_rows = {*scan.carry, *scan.ys}, {*scan.ys}
+        later, of_rows, merging = {*scan.carry, *scan.ys}, {*scan.ys}, dict[Var, Equation]()
         causes = dict[Var, str]()  # of what only blocked equations lead to: why the first of them is blocked
         for eqn in self.program.eqns[self.at + 1 :]:
             ins = variables(eqn.invars)
@@ -265,20 +277,39 @@ class Hoist:
                 continue
             try:
                 if others:
-                    raise CannotHoist(OF_THE_SCAN if of_rows.isdisjoint(others) else NEEDS_ALL)
+                    raise CannotHoist(OF_THE_SCAN if of_rows.isdisjoint(others) else self._why_late(others, flow))
                 found = flow.after(eqn, scan.length, later)
             except (CannotHoist, Dependent) as why:
                 if eqn.primitive.name not in _HEAVY:
-                    cause = cause or self._why(why, eqn)
+                    reshapes = [merging[v] for v in rows if v in merging] if str(why) == MERGED else []
+                    cause = cause or self._why(why, *reshapes, eqn)
                     flow.blocked.update(dict.fromkeys(rows, cause))
                     causes.update(dict.fromkeys(eqn.outvars, cause))
                 continue
             if None not in found:
                 eqns.append(eqn)
                 flow.dims.update(zip(eqn.outvars, found, strict=True))
+                if any(isinstance(d, Rows) and d.per_row > 1 for d in found):
+                    merging.update(dict.fromkeys(eqn.outvars, next((merging[v] for v in rows if v in merging), eqn)))
                 bits.update(dict.fromkeys(eqn.outvars, union(bits[v] for v in rows)))
         flow.groups.extend(alike(eqns, [bits[eqn.outvars[0]] for eqn in eqns]))
         return flow
+
+    def _why_late(self, numbers: Sequence[Var], flow: _Flow) -> str:
+        """Why rows wait for numbers that need all rows. ``into_forward`` refuses them too if it would have to load rows
+        twice, or to repeat costly equations: these numbers are no norm of the gradients."""
+        after, ours = {*map(id, self.program.eqns[self.at + 1 :])}, self.updates.keys()
+
+        def late(eqn: Equation) -> bool:
+            return (id(eqn) in after or id(eqn) in ours) and eqn.primitive.name not in _HEAVY
+
+        made, _ = needed_for(self.program.eqns, numbers, late)
+        own, others = ([eqn for eqn in made if (id(eqn) in ours) == is_own] for is_own in (True, False))
+        loads = any(is_host_aval(v.aval) and self.scan.length in v.aval.shape for eqn in own for v in eqn.invars)
+        if not loads and all(_may_run_twice(eqn) or not any(map(flow.rows, eqn.outvars)) for eqn in own):
+            return NEEDS_ALL
+        new = {v for eqn in own for v in eqn.outvars}
+        return OF_THE_STATE if all(new.isdisjoint(variables(eqn.invars)) for eqn in others) else OF_THE_NEW
 
     def _dims_in(self, flow: _Flow, own: Set[int]) -> DimsOf:
         """Return a function that finds the rows of equations: of the flow's ``own`` ones, and of cheap ones for other
@@ -320,9 +351,12 @@ class Hoist:
         body, n = scan.body.jaxpr, len(scan.consts)
         carried = {v: 1 << k for k, v in enumerate(body.invars[n : n + len(scan.carry)]) if v.aval.ndim}
         needs, maker = NEEDS.spread(body.eqns, carried), {v: eqn for eqn in body.eqns for v in eqn.outvars}
-        made = [v for k in sums if not isinstance(v := body.outvars[k], Literal) and needs.get(v, 0) & ~(1 << k)]
+        outs = {k: v for k in sums if isinstance(v := body.outvars[k], Var)}
+        made = [v for k, v in outs.items() if needs.get(v, 0) & ~(1 << k)]
         if not made:
-            return self._why(MICROBATCHES)
+            heavy = [eqn for eqn in needed_for(body.eqns, outs.values())[0] if eqn.primitive.name in _HEAVY]
+            into = functools.reduce(int.__or__, (needs.get(v, 0) for eqn in heavy for v in variables(eqn.invars)), 0)
+            return self._why(AT_ITS_END if any(into >> k & 1 for k in outs) else MICROBATCHES)
         added = [maker[x] for v in made for x in variables(maker[v].invars) if x in maker]
         return self._why(BY_INDEX if any(eqn.primitive.name in _PLACED for eqn in added) else SHARED)
 
@@ -335,14 +369,17 @@ class Hoist:
           CannotHoist: they are expensive, or load a leaf from the host.
         """
         inside, scan, eqns = {id(eqn) for eqn in taken}, self.scan, self.program.eqns
-        readers = {k for eqn in taken for v in eqn.outvars for k in self._readers.get(v, ()) if k < self.at}
-        if all(id(eqns[k]) in inside for k in readers):
+        read_at = {k for eqn in taken for v in eqn.outvars for k in self._readers.get(v, ()) if k < self.at}
+        if all(id(eqns[k]) in inside for k in read_at):
             return set()
-        reads = variables([*scan.consts, *scan.init, *scan.xs, *(v for eqn in taken for v in eqn.invars)])
-        before, _ = needed_for(eqns[: self.at], reads, lambda eqn: id(eqn) not in inside)
-        twice, _ = needed_for(taken, {v for eqn in before for v in variables(eqn.invars)})
-        if any(not _may_run_twice(eqn) or any(is_host_aval(v.aval) for v in eqn.invars) for eqn in twice):
-            raise CannotHoist(NEEDED_BEFORE)
+        others = [eqn for eqn in eqns[: self.at] if id(eqn) not in inside]
+        before, _ = needed_for(others, variables([*scan.consts, *scan.init, *scan.xs]))
+        ahead, _ = needed_for(others, {v for eqn in taken for v in variables(eqn.invars)})
+        own = [eqn for eqn in ahead if id(eqn) in self.updates]
+        for readers, why in (own, OF_THE_STATE), (ahead, OF_THE_NEW), (ahead + before, NEEDED_BEFORE):
+            twice, _ = needed_for(taken, {v for eqn in readers for v in variables(eqn.invars)})
+            if not all(map(_is_free_to_repeat, twice)):
+                raise CannotHoist(why)
         return {id(eqn) for eqn in twice}
 
     def _reread(self, moving: Set[Var]) -> dict[int, Planned]:
@@ -550,6 +587,11 @@ def pulled(eqn: Equation, needed: Mapping[Var, Rows | None], size: int, own: Set
     except Dependent:
         return None
     return guess if all(d == dim for v, d in zip(eqn.outvars, out, strict=True) if v in wanted) else None
+
+
+def _is_free_to_repeat(eqn: Equation) -> bool:
+    """Whether an equation is cheap and loads no leaf from the host."""
+    return _may_run_twice(eqn) and not any(is_host_aval(v.aval) for v in eqn.invars)
 
 
 def _may_run_twice(eqn: Equation) -> bool:

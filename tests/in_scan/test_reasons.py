@@ -10,7 +10,22 @@ import optax
 import pytest
 
 import jax_offload as jo
-from tests.support.steps import ADAMW, CLIPPED, all_moved, batch, loss_of, moved, new_params, offloaded, placement
+from tests.support.steps import (
+    ADAMW,
+    CLIPPED,
+    IN_BACKWARD,
+    IN_FORWARD,
+    all_moved,
+    batch,
+    committed,
+    layer,
+    loss_of,
+    moved,
+    new_params,
+    offloaded,
+    placement,
+    step_of,
+)
 
 pytestmark = pytest.mark.daily("each is a reason")
 
@@ -78,6 +93,12 @@ def over_microbatches(change=lambda grads: grads, also=lambda x: None):
     return gradients_of
 
 
+def ending_with_it(params, batch):
+    """The backward scan carries the gradient of ``layers``, as that of its first activations."""
+    layer = lambda x, _: (jnp.tanh(x @ jnp.eye(64)), None)  # noqa: E731
+    return (jax.lax.scan(layer, params["layers"], None, length=3)[0] * batch["x"][0]).mean()
+
+
 def by_norm(grads):
     return jax.tree.map(lambda g, norm=optax.tree.norm(grads): g / norm, grads)
 
@@ -108,6 +129,7 @@ STAYS = {  # the reason, and the fix behind a semicolon
     HOSTS + "something that needs all gradients": (over_microbatches(by_norm), loss_of),
     HOSTS + "it has effects": (EFFECT, loss_of),
     HOSTS + "it runs in a loop of its own": (over_microbatches(), unrolled),
+    "ends with its gradient, so nothing is left": (jax.grad, ending_with_it),
     "their update; jax_offload.pipelined hides it": (scaled_by_the_cotangent, loss_of),
     "something that needs all gradients": (lambda loss: lambda p, x: by_norm(jax.grad(loss)(p, x)), loss_of),
     "keep layers apart: cumsum": (changed_by(lambda g: jnp.cumsum(g, 0)), loss_of),
@@ -129,6 +151,34 @@ def test_only_the_first_cause_is_a_reason():
     step = jo.jit(lambda p, s, x: jo.update_params(TX, changed_by(lambda g: g * g[::-1])(loss_of)(p, x), s, p))
     (why,) = placement(step, TX).stays
     assert "keep layers apart: rev" in why
+
+
+def per_layer(tx):
+    """The optimizer makes its numbers for each layer."""
+    return optax.GradientTransformation(jax.vmap(tx.init), jax.vmap(tx.update))
+
+
+STATEFUL = {
+    "a factored moment": optax.adafactor(1e-2, min_dim_size_to_factor=8, momentum=0.9),
+    "a trust ratio": optax.lamb(1e-2),
+    "a mean of each row": optax.chain(optax.centralize(), CLIPPED),
+}
+
+
+@pytest.mark.parametrize("way", [jo.jit, jo.pipelined])
+@pytest.mark.parametrize("kind", STATEFUL)
+def test_the_fix_for_a_number_of_all_layers(kind, way):
+    """``pipelined`` does not hide it either, so the reason does not say so; one number of each layer does not wait."""
+    params = committed({"layers": jnp.ones((4, 128, 128))})  # rows just large enough to move
+    loss = lambda params, x: (jax.lax.scan(lambda x, w: (layer(x, w), None), x, params["layers"])[0] ** 2).mean()  # noqa: E731
+    for tx, fixed in (STATEFUL[kind], False), (per_layer(STATEFUL[kind]), True):
+        tx = offloaded(tx, min_bytes=1024)
+        table = placement(way(step_of(tx, loss=loss), donate_argnums=(0, 1)), tx, jnp.ones((8, 128)), params=params)
+        if fixed:
+            assert all_moved(table, IN_BACKWARD if way is jo.jit else IN_FORWARD), table
+        else:
+            (why,) = table.stays
+            assert "jax.vmap the init and update" in why, why
 
 
 def needing_all(params, state, x):
@@ -153,7 +203,7 @@ def with_effects_in_order(params, state, x):
 
 AS_WRITTEN = {
     "needed as a whole before": (needing_all, jo.pipelined),
-    "it runs in a cond of the step": (in_both_branches, jo.jit),
+    "outside of it, with the gradients that jnp.where chooses": (in_both_branches, jo.jit),
     "effects whose order": (with_effects_in_order, jo.jit),
     "no update of an offload was seen in it": (lambda params, state, x: (params, state, loss_of(params, x)), jo.jit),
 }
@@ -191,6 +241,13 @@ def test_a_reason_names_the_line_of_the_users_program():
         grads = jax.grad(loss_of)(params, x)
         return jo.update_params(clipping, grads, state, params)  # clipped
 
+    def merged_loss(params, x):
+        layers = params["layers"].reshape(2, 2, 64, 64)  # merged
+        return (jax.lax.scan(lambda x, w: (jnp.tanh(x @ w[0] @ w[1]), None), x["x"], layers)[0] ** 2).mean()
+
+    def merged(params, state, x):
+        return jo.update_params(TX, jax.grad(merged_loss)(params, x), state, params)
+
     def looping(params, state, x):
         def one(carry):
             k, params, state = carry
@@ -199,7 +256,23 @@ def test_a_reason_names_the_line_of_the_users_program():
         return jax.lax.while_loop(lambda carry: carry[0] < 2, one, (0, params, state))  # looping
 
     lines = Path(__file__).read_text().splitlines()
-    for step, tx in (normed, TX), (clipped, clipping), (looping, TX):
+    for step, tx in (normed, TX), (clipped, clipping), (merged, TX), (looping, TX):
         line = 1 + next(k for k, text in enumerate(lines) if text.endswith(f"  # {step.__name__}"))
         why = placement(jo.jit(step), tx).stays
         assert why and all(each.endswith(f"tests/in_scan/test_reasons.py:{line})") for each in why), why
+
+
+def shared(params, batch):
+    """Every layer uses the head too."""
+    layer = lambda x, w: (jnp.tanh(x @ w + (x @ params["head"]).mean()), None)  # noqa: E731
+    return (jax.lax.scan(layer, batch["x"], params["layers"])[0] ** 2).mean()
+
+
+@pytest.mark.parametrize("loss", [shared, recurrent])
+def test_a_leaf_that_every_iteration_uses_says_so_until_select_keeps_it_on_the_device(loss):
+    """Whether other leaves move into that scan or not."""
+    name = "head" if loss is shared else "layers"
+    for tx, says in (TX, True), (offloaded(ADAMW, min_bytes=0, select=f"^(?!{name})"), False):
+        table = placement(jo.jit(step_of(tx, loss=loss)), tx)
+        assert any("every iteration of a scan uses it" in why for why in table.stays) == says, table
+        assert "jax_offload.jit can hide" not in str(table)

@@ -224,7 +224,10 @@ STEPS = {
     "a choice around the update": (chosen(lambda value, new: jnp.isfinite(value)), True),
     "a choice around the update, turned": (chosen(lambda value, new: jnp.isfinite(value)), True, TURNED),
     "a choice by the norm of the new parameters": (
-        chosen(lambda value, new: optax.tree.norm(new) < 1e3), "needs all gradients"),
+        chosen(lambda value, new: optax.tree.norm(new) < 1e3), "choose by a number of the gradients"),
+    "a choice by the norm of the new parameters, turned": (
+        chosen(lambda value, new: optax.tree.norm(new) < 1e3), "choose by a number of the gradients",
+        lambda: {"way": jo.pipelined}),
     "gradients in a Ref": (of_gradients(summed_in_a_ref), True),
     "backwards by their number": (of_network(lambda w, x: by_number(w, x, lambda k: LAYERS - 1 - k)), ""),
     "a backward pass by hand": (of_gradients(by_hand), ""),
