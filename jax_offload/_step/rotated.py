@@ -252,7 +252,7 @@ class Aux(NamedTuple):
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=("kept", "step"), meta_fields=("program",))
-@dataclasses.dataclass(eq=False)
+@dataclasses.dataclass(eq=False, repr=False)  # a repr would fetch the whole state
 class Carry:
     """The pytree that one call of a pipelined step hands to the next: arguments with their pending update.
 
