@@ -290,6 +290,7 @@ ROWS = [
     by_update("12x512^2 unrolled", "lamb", optax.lamb(1e-3)),
     by_update("12x512^2 scanned", "adamw, bfloat16 state", storage="bfloat16"),
     by_update("4x512^2 unrolled", "adamw", target=V5E),
+    by_update(TWELVE, "adamw, ZeRO-1", mesh="zero-1", shard_over="data"),  # updates are larger than divided gradients
     *KINDS,
 ]  # fmt: skip
 
