@@ -213,18 +213,26 @@ def made_cheaply(eqns: Iterable[Equation], start: Iterable[Var] = ()) -> set[Var
     return found
 
 
-def opened_around_layers(program: Program) -> Program:
-    """Inline each ``jax.checkpoint`` that contains a scan over rows of its operands, such as one around a whole loss.
+def opened_around_layers(program: Program, layers: Set[Var] = frozenset()) -> Program:
+    """Inline each ``jax.checkpoint`` that contains a scan over rows of parameters, such as one around a whole loss.
 
     The barrier that keeps recomputed values apart does not hold the layers, which need not be recomputed.
+
+    Args:
+      program: the program.
+      layers: the inputs with parameters; by default those that an update reads, or all if there is no update.
     """
+    updated = {v for eqn in program.eqns if is_update(eqn) for v in eqn.outvars}
+    layers = made_cheaply(program.eqns, layers or {*_layers(program)} | updated or program.inputs)
 
     def opened(new: Builder, eqn: Equation, operands: list[Atom]) -> list[Atom] | None:
-        if not holds_inside(eqn, is_loop):
+        if not holds_inside(eqn, is_loop) or layers.isdisjoint(variables(eqn.invars)):
             return None
-        inner = rebuilt(flat(ClosedJaxpr(eqn.params["jaxpr"], [])), opened, CHECKPOINT)
+        inner = flat(ClosedJaxpr(eqn.params["jaxpr"], []))
+        inside = {v for v, x in zip(inner.inputs, eqn.invars, strict=True) if isinstance(x, Var) and x in layers}
+        inner = opened_around_layers(inner, inside)
         xs = {v for each in inner.eqns if (scan := scan_of(each)) is not None for v in variables(scan.xs)}
-        is_layer = [not xs.isdisjoint(made_cheaply(inner.eqns, [v])) for v in inner.inputs]
+        is_layer = [v in inside and not xs.isdisjoint(made_cheaply(inner.eqns, [v])) for v in inner.inputs]
         if not any(is_layer):
             return None
         apart = kept_apart(eqn) if eqn.params["differentiated"] else [False] * len(operands)
@@ -382,15 +390,16 @@ def unrolled(program: Program) -> Program:
     layers, rows = _layers(program), dict[Var, list[Atom]]()  # a stack -> its rows, which are read instead
 
     def one_by_one(new: Builder, eqn: Equation, operands: list[Atom]) -> list[Atom] | None:
-        how, stacks = (eqn.primitive.name, eqn.params.get("axis")), [x for x in variables(operands) if x in rows]
+        how = eqn.primitive.name, eqn.params.get("axis")
         if how == ("stack", 0) and layers.keys() >= {*variables(eqn.invars)} and len(operands) <= _MOST_UNROLLED:
             rows[eqn.outvars[0]] = operands
+        scan = scan_of(eqn)
+        consts, carry, xs = ([], [], operands) if scan is None else scan.parted(operands)
+        stacks = [x for x in variables(xs) if x in rows]
         if how == ("unstack", 0) and stacks:
             return rows[stacks[0]]
-        scan = scan_of(eqn)
         if scan is None or not stacks:
             return None
-        consts, carry, xs = scan.parted(operands)
         body, ys = flat(scan.body), dict[int, list[Atom]]()
         for k in sorted(range(scan.length), reverse=scan.reverse):
             row = [rows[x][k] if x in stacks else new.run(lambda x, k=k: x[k], x)[0] for x in xs]

@@ -16,6 +16,7 @@ from tests.support.steps import (
     IN_BACKWARD,
     IN_FORWARD,
     all_moved,
+    apart,
     batch,
     committed,
     layer,
@@ -276,3 +277,22 @@ def test_a_leaf_that_every_iteration_uses_says_so_until_select_keeps_it_on_the_d
         table = placement(jo.jit(step_of(tx, loss=loss)), tx)
         assert any("every iteration of a scan uses it" in why for why in table.stays) == says, table
         assert "jax_offload.jit can hide" not in str(table)
+
+
+def stacked(params, x):
+    layers = jnp.stack([*params.values()])
+    return jax.lax.map(lambda x: jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, layers)[0], x).mean()
+
+
+def recomputed(params, x):
+    first, *others = params.values()
+    x = jax.checkpoint(lambda w, x: jax.lax.map(lambda x: jnp.tanh(x @ w), x))(first, x)
+    return sum((x @ w).mean() for w in others)
+
+
+@pytest.mark.parametrize("loss", [stacked, recomputed])
+def test_a_scan_over_a_batch_stays_as_it_is(loss):
+    """It runs with whole layers in each iteration: unrolled or recomputed early it would take more memory."""
+    step = jo.jit(lambda p, s, x: jo.update_params(TX, jax.grad(loss)(p, x), s, p))
+    (why,) = placement(step, TX, jnp.ones((4, 2, 64)), params=apart()).stays
+    assert "loop of its own" in why, why
