@@ -175,8 +175,7 @@ def _next_values(trace: Traced, trees: Sequence[Any], next_of: Sequence[int], pa
         old_of = dict(zip(paths, trace.inputs[argument], strict=True))
         for path, out in leaves_with_paths(new):
             old = old_of.get(path)  # an update may add leaves to a state
-            larger = argument == 0 and key_of(path) in partitions  # an update, gathered, is larger than its gradient
-            if old is not None and not larger and isinstance(out, Var):
+            if old is not None and isinstance(out, Var):
                 found[out] = old
     return found
 

@@ -235,7 +235,7 @@ def schedules_of(recipe: Recipe) -> list[Schedule]:
                 window, large = windows[of[id(s)]]
                 stays, fits = not on_cores.isdisjoint(s.loads), s.loaded_bytes <= window.nbytes
                 how = ON_CORES if stays else WHOLE if fits else transfer_of(s, next_of, window.nbytes)
-                found[-1][1].append(p := Planned(s, how, window, _token(s, next_of)))
+                found[-1][1].append(p := Planned(s, how, window, _token(s, next_of, recipe.gradients)))
                 most, enough = max(most, p.bytes_at_once), enough and p.bytes_at_once <= large
         best = (most, found) if best is None or most < best[0] else best
         if enough:
@@ -331,13 +331,14 @@ def _gated(slices: Sequence[Planned], gradients: Set[Var], before: tuple[Var, ..
     yield from slices[done:]
 
 
-def _token(s: Slice, next_of: Mapping[Var, Var]) -> tuple[Var, ...]:
+def _token(s: Slice, next_of: Mapping[Var, Var], gradients: Sequence[Var]) -> tuple[Var, ...]:
     """The completion token of a slice: its stores, or its part of a scalar if it computes nothing else.
 
     Gathered parameters belong to it: otherwise XLA keeps all of them, whole, until the last one exists.
     """
     pins = s.pins
-    return (*s.stores, *(v for v in s.outputs if v in pins and v in next_of)) or tuple(s.outputs[:1])
+    gathered = [v for v in s.outputs if v in pins and v in next_of and next_of[v] not in gradients]
+    return (*s.stores, *gathered) or tuple(s.outputs[:1])
 
 
 def _carried(slices: Sequence[Slice], next_of: Mapping[Var, Var]) -> Mapping[Var, Var] | None:
