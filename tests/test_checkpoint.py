@@ -81,13 +81,13 @@ def is_in_host_memory(x):
 
 
 def assert_placed(got, target):
-    """Sharding and memory of every leaf are those of the target."""
+    """Assert that every leaf has the sharding and the memory of the target."""
     steps.assert_placed(got, target)
     assert all(is_in_host_memory(x) == (x.sharding.memory_kind == HOST) for x in jax.tree.leaves(got))
 
 
 def stored(folder, tree, step=1):
-    """A checkpoint of one step, and its manager."""
+    """Save a checkpoint of one step, and return its manager."""
     manager = ocp.CheckpointManager(folder)
     manager.save(step, args=tree if isinstance(tree, ocp.args.CheckpointArgs) else jo.save_args(tree))
     manager.wait_until_finished()

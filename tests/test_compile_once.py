@@ -29,7 +29,7 @@ def loss(params, x):
 
 
 def new_step():
-    """Another function each time: what is compiled of a function is found again."""
+    """Return a new function each time, because jax finds the compiled program of an old one again."""
     return lambda params, state, x: jo.update_params(TX, jax.grad(loss)(params, x), state, params)
 
 

@@ -165,7 +165,7 @@ DAMAGES = ("two flips", "in a row", "in letters", "cut out", "exchanged", "halve
 
 @pytest.mark.parametrize("given", [True, False])
 def test_random_damage(run, given):
-    """Half of it to any file, and half by the files' sizes."""
+    """Half of the damage hits any file, and half hits files in proportion to their size."""
     rng, ends, times = np.random.default_rng(given), Counter(), 100
     paths = files(run[0] / "2")
     sizes = np.array([p.stat().st_size for p in paths])

@@ -137,7 +137,7 @@ class Feature:
     options: dict = dataclasses.field(default_factory=dict)
     named: tuple = ()
     around: tuple = ()
-    same: bool = False  # each call is given the same arrays
+    same: bool = False  # each call takes the same arrays
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["factor"], meta_fields=[])
@@ -202,13 +202,13 @@ def offloaded(way, tmp_path, inner=MOMENTUM):
 
 
 def begun(way, tmp_path, inner=MOMENTUM):
-    """An optimizer, parameters and their state."""
+    """Return an optimizer, parameters and their state."""
     tx, p = offloaded(way, tmp_path, inner), jax.device_put(jnp.eye(8), HERE)
     return tx, p, tx.init(p)
 
 
 def run(jit, tx, feature):
-    """What each call returns, its arrays, which of them it deletes, and the compiles when all are made once more."""
+    """Return each call's results, its arrays, which of them it deletes, and the compiles when all calls run again."""
     step = jit(functools.partial(feature.step, tx), **feature.options)
     p = jax.device_put(jnp.eye(8) + 0.1, HERE)
     s, found, steady = tx.init(jnp.copy(p)), [], 0
@@ -230,7 +230,7 @@ def run(jit, tx, feature):
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", [pytest.param(k, marks=[DAILY] if k == "results twice" else []) for k in FEATURES])
 def test_a_step_is_as_under_jit(name, way, tmp_path):
-    """And its caller may donate or delete a result: it is neither an argument, a constant nor another result."""
+    """The caller may donate or delete a result, because it is no argument, no constant and no other result."""
     if name == "static from the end, left out" and jax.__version_info__ < (0, 11):
         pytest.skip("this jax counts from the end of the arguments that are given")
     want, _ = run(jax.jit, MOMENTUM, FEATURES[name])
@@ -250,7 +250,7 @@ def test_a_step_is_as_under_jit(name, way, tmp_path):
         assert not any(other.is_deleted() for other in (CONSTANT, *kept, *results[k + 1 :])), k
 
 
-# ---- whose a result is
+# ---- who owns a result
 
 
 @DAILY
@@ -274,7 +274,7 @@ def test_what_a_branch_hands_on_is_nobody_elses(way, tmp_path):
 
 @pytest.mark.parametrize("way", WAYS[:2])
 def test_a_donated_array_that_nothing_reuses_is_freed(way, tmp_path):
-    """``jax.jit`` keeps such an array, and warns."""
+    """``jax.jit`` would keep such an array, and warn."""
     tx, p, s = begun(way, tmp_path)
     jo.jit(functools.partial(plain, tx), donate_argnums=2)(p, s, x := jax.device_put(x_of(0), HERE))
     assert x.is_deleted()
@@ -390,7 +390,7 @@ def test_all_leaves_that_a_driven_step_hands_on_take_one_program(donated, tmp_pa
 @DAILY
 @pytest.mark.parametrize("way", WAYS)
 def test_callbacks_run_once_a_step(way, tmp_path):
-    """Before the update, at its gradients and its moments, and after it, even if nothing reads their results."""
+    """Callbacks before, in and after the update run once, even if nothing reads their results."""
     log = []
 
     def told(what, x):
@@ -436,7 +436,7 @@ def test_results_that_cannot_be_divided_raise_before_anything_is_donated(way, tm
     p = jax.device_put(jnp.eye(8), NamedSharding(mesh, PartitionSpec()))
     with pytest.raises(ValueError, match=r"partitioned 2 times, but the dimension size is 3") as error:
         step(p, tx.init(p), x_of(0))
-    assert "result[2]['rest']" in str(error.value) or jax.__version_info__ < (0, 12)  # which names no result
+    assert "result[2]['rest']" in str(error.value) or jax.__version_info__ < (0, 12)  # older jax names no result
     assert not p.is_deleted()
 
 
@@ -484,14 +484,14 @@ class Net:
 
 
 def wrapped_again():
-    """What wraps a step is another function."""
+    """A wrapper around a step is a function of its own."""
     named = functools.wraps(double)(jo.jit(functools.partial(double, by=4)))
     return named.__name__, named(3.0)
 
 
 X = jnp.ones(3)
 SQUARE = jo.jit(lambda x: x * x)
-WORKS = {  # what works as with the result of jax.jit, and what it gives
+WORKS = {  # a use that works as with a function of jax.jit, and its result
     "a derivative": (lambda: (SQUARE(3.0), jo.jit(jax.grad(SQUARE))(3.0)), (9, 6)),
     "vmap": (lambda: jax.vmap(jo.jit(double))(jnp.ones((2, 3))).sum(), 12),
     "linearize": (lambda: jax.linearize(jo.jit(double), X)[1](X).sum(), 6),

@@ -102,7 +102,7 @@ TYPES = [
     # one rule, wherever the inner one stands
     *((r"inner: .*offload\(...\)", lambda around=around: offload(around(jo.offload(ADAM))).init(params()))
       for around in NESTED),
-    # a missing argument is one of the function that was called
+    # the error names the function that was called
     (r"update_params\(\) missing .*'params'", lambda: jo.update_params(params(), ADAM.init(params()), params())),
     (r"update_fn\(\) missing .*'state'", lambda: jo.offload(ADAM).update(params())),
     (r"placement\(tx, params\): .* got 0 arguments", lambda: jo.placement(offload())),
@@ -113,7 +113,7 @@ TYPES = [
 VALUES = [
     (f"^state: got a NoneType.*{UNLIKE}", lambda: jo.to_host(offload())),
     (f"^state: got a dict.*{UNLIKE}", lambda: jo.to_host(offload(), params())),
-    # of jax, for which docs/troubleshooting.md says what to do
+    # docs/troubleshooting.md explains these errors of jax
     ("memory_space", lambda: jitted(lambda state, params: state[0].mu["w"] + params["w"], offload())),
     (re.escape("safe_zip() argument 1 has length"), lambda: jitted(printing(offload()), offload())),
     # a question about places inside a trace
@@ -130,7 +130,7 @@ def test_what_is_wrong_or_missing(error, words, call):
         call()
 
 
-NEEDS = {  # an optimizer whose state does not tell the parameters, and their dtype; a stand-in for a tree has no shapes
+NEEDS = {  # an optimizer whose state does not show the parameters, and their dtype
     # the first line of the error names the argument that is missing; the rest shows two long trees
     r"^.*state: its tree is not.*left out params.*\(tx, state, params\).*\n": (
         jo.with_master_params(ADAM), jnp.bfloat16

@@ -98,7 +98,7 @@ def test_rules_mean_the_same_in_a_box(kind):
     assert {leaf.param for leaf in table.leaves if leaf.host} == {"up/kernel"}
     with pytest.raises(ValueError, match=r"no parameter's path matches \['value'\].* down/kernel, up/kernel"):
         jo.placement(jo.offload(optax.adamw(1e-3), select="value"), params)
-    attention = nnx.State({name: nnx.Param(jnp.ones((8, 8))) for name in ("query", "value")})  # with siblings no box
+    attention = nnx.State({name: nnx.Param(jnp.ones((8, 8))) for name in ("query", "value")})  # no box: it has siblings
     table = jo.placement(jo.offload(optax.sgd(1e-3, momentum=0.9), min_bytes=0), attention)
     assert [leaf.param for leaf in table.leaves] == ["query", "value"]
 
@@ -253,7 +253,7 @@ def step_of(kind, tx, moved):
     return step, (params, tx.init(params))
 
 
-RECOMPUTED = "nnx.Optimizer, recomputed"  # a scan over nnx.remat hands the parameters on
+RECOMPUTED = "nnx.Optimizer, recomputed"  # a scan over nnx.remat returns the parameters, too
 DAILY = pytest.mark.daily("each library")
 KINDS = [(kind, jo.jit) for kind in ("linen", "linen that loads", "nnx", "nnx.Optimizer")] + [
     (RECOMPUTED, jo.pipelined)

@@ -189,7 +189,7 @@ def test_a_zero_of_the_other_sign_is_no_change():
     np.testing.assert_allclose(masters(state)["w"], -2e-7, rtol=1e-5)
 
 
-BEHIND = {  # what stands behind masters, and how moments are stored
+BEHIND = {  # the transformation behind the masters, and the storage of moments
     "all": (optax.scale(0.5), None),
     "decay": (optax.add_decayed_weights(0.1), "bfloat16"),
     "one of two": (optax.masked(optax.scale(0.5), {"w": True, "v": False, "b": False}), None),

@@ -53,7 +53,7 @@ def test_a_fraction_takes_the_last_layers_first():
         assert abs(moved - fraction * whole) <= max(leaf.nbytes for leaf in eligible) / 2
     tx = jo.offload(optax.adamw(1), fraction=0.4, min_bytes=1024)
     names = {leaf.param for leaf in jo.placement(tx, params).leaves if leaf.host}
-    assert "layers_10/w" in names and not names & {"layers_2/w", "embed", "head"}  # numbers count as numbers
+    assert "layers_10/w" in names and not names & {"layers_2/w", "embed", "head"}  # paths sort by their numbers
 
 
 BOTH, SUBTREES = {"layers_0/w", "layers_1/w"}, {"layers_0/w", "layers_0/b", "head"}
@@ -189,7 +189,7 @@ def test_a_state_whose_tree_changes_streams_as_others_do(last):
 
 
 def test_a_state_whose_tree_changes_and_then_a_dtype():
-    """The next update is compared with the state it is given, not with the one that ``init`` makes."""
+    """Each update is compared with the state that it receives, not with the state that ``init`` makes."""
 
     def update(grads, state, params=None):
         wider = jnp.bfloat16 if state.last is None else jnp.float32

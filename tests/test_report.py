@@ -45,7 +45,7 @@ STREAMS = [  # the optimizer, a leaf of its state, and how it streams
     # the norms of LAMB are taken over all rows, so that they are a pass of their own
     (optax.lamb(1e-3), "[0].mu['embed']", f"64 {TOGETHER} (3 times)"),
     (optax.contrib.prodigy(1.0), ".params0['embed']", "32 chunks of axis 0"),
-    # a norm inside of a branch keeps no leaf whole
+    # a leaf runs in chunks despite a norm in a branch
     (optax.apply_if_finite(CLIPPED, 3), ".inner_state[1][0].mu['embed']", f"64 {TOGETHER}"),
     (SKIPPING, ".inner_opt_state[1][0].mu['embed']", "128 chunks of axis 0, 3 leaves together"),
     (SKIPPING, ".acc_grads['embed']", "32 chunks of axis 0; then 128 chunks of axis 0, 3 leaves together"),

@@ -14,7 +14,7 @@ pytestmark = pytest.mark.oldest("barriers")
 SHAPE = (256, 260)  # large enough to wait for each other
 SPECIAL = [np.nan, np.inf, -np.inf, -0.0, 1e30, 1e-40]
 CLIPPED = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
-SOME = {  # and the fraction
+SOME = {  # the optimizer, and the fraction
     "sgd": (optax.sgd(0.1, momentum=0.9), 0.5),
     "zero_nans": (optax.chain(optax.zero_nans(), optax.adam(1e-3)), 1.0),
     "clipped": (CLIPPED, 1.0),
@@ -32,13 +32,13 @@ def ones(where):
 
 
 def barriers(traced):
-    """By which gradients and transfers wait; if only transfers do, one for each parameter at most."""
+    """Count the barriers by which gradients and transfers wait; transfers alone need at most one per parameter."""
     return traced.lower(lowering_platforms=("cuda",)).as_text().count("optimization_barrier")
 
 
 @pytest.mark.parametrize("name", SOME)
 def test_special_numbers_change_nothing_else(name):
-    """The first number of each gradient, by which it shows that it is there, is a special one."""
+    """The first number of each gradient, on which others wait, is a special one."""
     inner, fraction = SOME[name]
     random = jax.random.normal(jax.random.key(0), (len(SPECIAL), *SHAPE)).at[:, 0, 0].set(jnp.array(SPECIAL))
     grads = {f"w{i}": x for i, x in enumerate(random)} | {"scale": jnp.ones(3)}
@@ -55,7 +55,7 @@ def test_special_numbers_change_nothing_else(name):
 
 COLLECTIVES = ("all-reduce(", "all-reduce-start(", "all-gather", "collective-permute")
 ROWS, WHOLE = jax.sharding.PartitionSpec("data"), jax.sharding.PartitionSpec()
-DIVIDED = {  # of parameters and gradients, and whether init has seen the parameters
+DIVIDED = {  # the specs of parameters and gradients, and whether init has seen the parameters
     "divided parameters": (ROWS, None, True),
     "parameters that init has not seen": (ROWS, None, False),
     "divided gradients": (WHOLE, ROWS, True),

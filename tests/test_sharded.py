@@ -171,16 +171,16 @@ def momentum(m, u):
 
 
 def by_row(m, u):
-    """Each row of the state grows by its place in the leaf."""
+    """Make each row of the next state depend on its number in the leaf."""
     return momentum(m, u * jax.lax.broadcasted_iota(jnp.float32, m.shape, 0))
 
 
 def plus(made):
-    """What is made divided, and added to the state gathered."""
+    """Make a divided array, gather it, and add it to the state."""
     return lambda m, u: momentum(m, u) + reshard(made(), EIGHT)
 
 
-RESHARDED = {  # the state's sharding, its next value, the update of that; and how it streams
+RESHARDED = {  # the state's sharding, its next value, the update made of that, and how it streams
     "onto a mesh": (None, lambda m, u: reshard(momentum(m, u), ONE), jnp.negative, f"whole: {ANOTHER}"),
     "onto another mesh": (ONE, lambda m, u: reshard(momentum(m, u), on((1, 1))), jnp.negative, f"whole: {ANOTHER}"),
     "only the update, onto a mesh": (None, momentum, lambda m: reshard(-m, ONE), "24 chunks"),
@@ -201,7 +201,7 @@ RESHARDED = {  # the state's sharding, its next value, the update of that; and h
 @pytest.mark.daily("each divides otherwise")
 @pytest.mark.parametrize("case", RESHARDED)
 def test_an_optimizer_that_reshards(case):
-    """On a mesh with Explicit axes; the numbers and shardings are those of the resident state."""
+    """On a mesh with Explicit axes, numbers and shardings equal those of the resident state."""
     home, following, update_of, streams = RESHARDED[case]
 
     def update(updates, state, params=None):

@@ -61,7 +61,7 @@ def test_to_host_without_params_refuses_to_guess():
     "through", [jo.to_device, lambda s: pickle.loads(pickle.dumps(s)), lambda s: jax.tree.map(np.asarray, s)]
 )
 def test_to_the_device_and_back(through, jitted):
-    """By ``to_device``; or by pickle or NumPy, which have it there too."""
+    """A state returns from the device after ``to_device``, and after pickle or NumPy."""
     tx, p = jo.offload(optax.adamw(1e-3), fraction=0.5, min_bytes=0), params()
     _, state = trained(tx, p)
     given = through(state)

@@ -304,7 +304,7 @@ def test_to_plain_and_back(storage, given):
     for x, y in zip(jax.tree.leaves(bare), jax.tree.leaves(like), strict=True):
         assert (x.shape, x.dtype) == (y.shape, y.dtype)
     assert bare[1][0].mu["layers"].sharding.memory_kind == HOST
-    part = jo.to_plain(tx, optax.tree.get(state, "mu"))  # of a part of a state too
+    part = jo.to_plain(tx, optax.tree.get(state, "mu"))  # a part of a state, too
     jax.tree.map(np.testing.assert_array_equal, part, bare[1][0].mu)
     again = jo.from_plain(tx, bare, params if given else None)
     assert jax.tree.structure(again) == jax.tree.structure(state)

@@ -227,7 +227,7 @@ class Slots(NamedTuple):
 
 
 def keeping(init: Any) -> Any:
-    """An optimizer that only has a state."""
+    """Return an optimizer that keeps its state and does nothing else."""
     return lambda: optax.GradientTransformation(init, lambda updates, state, params=None: (updates, state))
 
 

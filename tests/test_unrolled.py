@@ -216,7 +216,7 @@ CLIPPED_OUTSIDE = optax.chain(optax.clip_by_global_norm(0.1), jo.offload(ADAMW, 
     [
         (jo.offload(ADAMW, **OPTIONS), 64, HIDES, False),
         (jo.offload(ADAMW, **OPTIONS), 4096, HIDES, False),  # the copies hold the matmuls back
-        (jo.offload(ADAMW, **OPTIONS), 65536, HIDES, True),  # too short for that
+        (jo.offload(ADAMW, **OPTIONS), 65536, HIDES, True),  # the copies are too short for that
         (jo.offload(ADAMW, fraction=0.5, **OPTIONS), 64, HIDES, False),
         (jo.offload(ADAMW, fraction=0.5, **OPTIONS), 4096, HIDES, True),
         (jo.offload(CLIPPED, **OPTIONS), 4096, HIDES, True),
@@ -225,7 +225,7 @@ CLIPPED_OUTSIDE = optax.chain(optax.clip_by_global_norm(0.1), jo.offload(ADAMW, 
     ],
 )
 def test_where_an_update_runs_under_plain_jit(tx, rows, says, apart):
-    """Of many tokens after the backward pass, and ``placement`` says so; nothing of the like under ``jo.jit``."""
+    """With many tokens it runs after the backward pass, and ``placement`` says so; under ``jo.jit`` it never does."""
     form = "update" if says is OVER else "update_params"
     for jit in jax.jit, jo.jit:
         params, x = parameters(256), jax.ShapeDtypeStruct((rows, 256), jnp.float32)

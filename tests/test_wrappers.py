@@ -85,7 +85,7 @@ def test_a_state_that_was_moved_is_named():
     text = warnings_of(lambda: train(step, params(), moved))[0]
     said = "6 leaves of the optimizer state", "[1][0].mu['b']", "arrive at update in device memory", "docs/trainers.md"
     assert all(words in text for words in said)
-    # Moved back after a step that a resident state has begun: a new type, so a new trace.
+    # A state that is moved back after a step that a resident state began has a new type, and is traced again.
     tx = jo.offload(INNER, min_bytes=0)
     step = jax.jit(step_of(tx))
     trained, state = step(*step(params(), INNER.init(params()), BATCHES[0]), BATCHES[1])
@@ -158,8 +158,8 @@ def only_looks(tx):
     assert len(table.leaves) == len(jax.tree.leaves(state)) - 1
 
 
-LEFT = {  # what is done before some steps of a new offload, the state, and the jit
-    "resident": (lambda tx: None, lambda tx: INNER.init, jax.jit),  # it becomes an offloaded one
+LEFT = {  # a look before the steps of a new offload, the function that makes the state, and the jit
+    "resident": (lambda tx: None, lambda tx: INNER.init, jax.jit),  # steps offload it
     "resident, after a look at shapes": (lambda tx: jax.eval_shape(tx.init, params()), lambda tx: INNER.init, jax.jit),
     "resident, after a look at init": (lambda tx: jax.jit(tx.init).lower(params()), lambda tx: INNER.init, jax.jit),
     "resident, after a table": (lambda tx: jo.placement(tx, params()), lambda tx: INNER.init, jax.jit),
@@ -173,7 +173,7 @@ LEFT = {  # what is done before some steps of a new offload, the state, and the 
     "start", [pytest.param(k, marks=DAILY if k in ("eager", "resident, after a table") else []) for k in LEFT]
 )
 def test_nobody_is_told_who_leaves_the_state_in_host_memory(start):
-    """A state that is resident at first or made in a jit, steps that return a part of it, and whatever only looks."""
+    """No warning if a state starts resident or comes from a jit, or if steps return a part of it or only look."""
     (look, init, jit), tx, mine = LEFT[start], jo.offload(INNER, min_bytes=0), params()
     step = step_of(tx)
 

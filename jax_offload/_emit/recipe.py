@@ -80,9 +80,9 @@ class Traced(NamedTuple):
 
     Attributes:
       program: the traced program.
-      inputs: for each argument the variables of its leaves; ``None`` for a leaf that is no array.
+      inputs: the variables of each argument's leaves; ``None`` for a leaf that is not an array.
       out_tree: the tree of the results.
-      inside: the updates in it.
+      inside: the updates in the recipe.
     """
 
     program: Program
@@ -91,7 +91,7 @@ class Traced(NamedTuple):
     inside: Sequence[Found]
 
     def of_inputs(self, values: Iterable[Any]) -> dict[Var, Any]:
-        """Map variables to the values given for the first leaves of the arguments; ``None`` is left out."""
+        """Map the variables of the arguments' first leaves to these values; leave out ``None``."""
         pairs = zip(chain(*self.inputs), values, strict=False)
         return {v: x for v, x in pairs if v is not None and x is not None}
 
@@ -99,12 +99,12 @@ class Traced(NamedTuple):
 def _traced(recipe: Callable[..., Any], args: tuple[Any, ...]) -> Traced:
     """Trace a recipe.
 
-    Every ``offload`` in it is an equation that carries its own recipe and options. The recipes replace the equations,
-    also in branches and loops, so that the whole is cut and streamed at once.
+    Each ``offload`` inside is an equation that carries its own recipe and options. That recipe replaces it, in branches
+    and loops too, so that the outer recipe is cut and streamed as one.
     """
     leaves, treedef = jax.tree.flatten(args)
 
-    def on_arrays(arrays: list[Any]) -> Any:  # with one argument, jax takes half the time of one for each array
+    def on_arrays(arrays: list[Any]) -> Any:  # jax traces one list faster than many arguments
         given = iter(arrays)
         return recipe(*jax.tree.unflatten(treedef, [next(given) if is_array(x) else x for x in leaves]))
 
@@ -118,7 +118,7 @@ def _traced(recipe: Callable[..., Any], args: tuple[Any, ...]) -> Traced:
 
 
 def _offloads(trace: Traced, updates: Any, params: Any, options: Options | None) -> dict[str, Any]:
-    """Find the offloads in a recipe, as fields of ``Recipe``. ``options``: of the ``offload`` whose recipe it is."""
+    """Find the offloads in a recipe, as fields of ``Recipe``. ``options``: those of the ``offload`` that owns it."""
     state, known = trace.inputs[1], [] if options is None else [options]
     offload_of = {v: 0 for v in state if v is not None and known}
     on_cores, on_disk = (
@@ -137,12 +137,15 @@ def _offloads(trace: Traced, updates: Any, params: Any, options: Options | None)
         if on_cores or on_disk:
             check_on_device(updates, params, "update_on= and disk= are for parameters on the device")
         offload_of |= dict.fromkeys(others, 0)
-    own = frozenset(trace.program.inputs)  # a leaf that a wrapper changes ahead of the update is none
+    own = frozenset(trace.program.inputs)  # a leaf that a wrapper changed is no input
     return dict(options=known, offload_of=offload_of, on_cores=own & on_cores, on_disk=own & on_disk)
 
 
 def _update(trace: Traced, trees: tuple[Any, Any, Any], next_of: tuple[int, ...], options: Options | None) -> Update:
-    """Make an update, not emitted yet, from the recipe's trace. ``trees``: updates, not divided yet, state, params."""
+    """Make an update from a recipe's trace, without emitting it.
+
+    ``trees``: the updates before ZeRO-1 divides them, the state, and the parameters.
+    """
     updates, state, params = trees
     offloads = _offloads(trace, updates, params, options)
     given = merged(offloads["options"])
@@ -168,7 +171,7 @@ def _update(trace: Traced, trees: tuple[Any, Any, Any], next_of: tuple[int, ...]
 
 
 def _next_values(trace: Traced, trees: Sequence[Any], next_of: Sequence[int], partitions: Layouts) -> dict[Var, Var]:
-    """Map each result to the input whose next value it is, the leaf with its path, and whose buffer it may take."""
+    """Map each result to the input with the same path, whose next value it is and whose buffer it may take."""
     found = dict[Var, Var]()
     for new, argument in zip(jax.tree.unflatten(trace.out_tree, trace.program.outputs), next_of, strict=True):
         paths = [path for path, _ in leaves_with_paths(trees[argument])]
@@ -198,7 +201,7 @@ def _take_turns(options: Options, updates: Any, constrained: Sequence[bool]) -> 
 
 
 def _explicit_sharding(x: Any) -> NamedSharding | None:
-    """The sharding of an array, if types tell all about shardings."""
+    """Return the sharding in an array's type if all axes of its mesh are Explicit, else ``None``."""
     typed = typed_sharding(jax.typeof(x)) if is_array(x) else None
     return typed if typed is not None and is_explicit(typed.mesh) else None
 

@@ -110,7 +110,7 @@ class Update(Recipe):
         return needed, self if all(used) and all(needed) else self.with_fewer_inputs(program)
 
     def with_fewer_inputs(self, program: Program) -> Update:
-        """The update with a program that reads less; what is known of other inputs may stay."""
+        """Replace the program by one that reads fewer inputs; facts about the others may stay."""
         own, gradients = {*program.inputs}, tuple(v for v in self.gradients if v in program.inputs)
         on_cores, on_disk = self.on_cores & own, self.on_disk & own
         return dataclasses.replace(self, program=program, gradients=gradients, on_cores=on_cores, on_disk=on_disk)
@@ -240,7 +240,7 @@ set_rules(MOVED, jvp=lambda xs, tangents, moved: (MOVED.bind(*xs, moved=moved), 
 
 
 def marked(run: Callable[..., list[Any]], reads: Sequence[Var], plan: InScan | Planned) -> Callable[..., list[Any]]:
-    """Return ``run``, which runs a part that has moved, with a mark behind it. ``reads``: its operands in the step."""
+    """Return ``run``, which runs a moved part, followed by a mark. ``reads``: the part's operands in the step."""
     moved = Moved(plan)
 
     def run_marked(*operands: Any) -> list[Any]:

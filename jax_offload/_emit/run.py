@@ -153,10 +153,10 @@ class Buffers:
         return Values(zip(s.outputs, new, strict=True)), stored
 
     def _by_shard(self, v: Var, x: Any) -> tuple[Any, int, NamedSharding | None, Callable[[Any], Any]]:
-        """Divide the axis of an array's rows into two, shards and the rows of each.
+        """Split the axis of an array's rows into two axes: the shards, and the rows of each shard.
 
         Returns:
-          The array, the axis of the rows of each, its sharding, and the function that merges both axes.
+          The array, the axis of a shard's rows, the array's sharding, and the function that merges the two axes.
         """
         dim, pin = cast(Rows, self.dims[v]).dim, self.pins.get(v)
         x = constrained(x, pin)
@@ -187,14 +187,14 @@ def _int32(start: Any) -> Any:  # jnp.asarray takes as long as ten equations
 
 
 def group_looped(s: Slice, how: RowWise, names: Names, size: int) -> Callable[..., list[Any]]:
-    """``run(start, before, *operands)``: the slice's results for ``size`` rows of each shard, from row ``start`` on.
+    """Return ``run(start, before, *operands)``, which updates ``size`` rows of each shard, from row ``start`` on.
 
-    Operands and results on the host have just these rows, and those on the device have all rows. ``before`` has what
-    earlier groups have left of the results that overwrite no operand, and is empty in the first group.
+    Host operands and results contain only these rows; device ones contain all rows. ``before`` contains the results of
+    earlier groups that overwrite no operand, and is empty for the first group.
 
-    It loads and updates the first chunk; then, chunk by chunk, it stores that while the next is loaded, and updates the
-    next. No chunk is updated after the loop: XLA would merge the writing of its rows with whatever uses the whole, in a
-    buffer of its own.
+    It loads and updates one chunk. Each iteration of the loop stores that chunk while it loads the next one, which it
+    then updates. No chunk is updated after the loop, because XLA would fuse the write of its rows with a later use of
+    the whole array, and give both a new buffer.
     """
     into = [v if old is None else old for v, old in zip(s.outputs, how.buffers, strict=True)]
     dims = dict(zip(into, how.out_dims, strict=True)) | dict(zip(s.inputs, how.dims, strict=True))
@@ -206,7 +206,7 @@ def group_looped(s: Slice, how: RowWise, names: Names, size: int) -> Callable[..
         given, buffers = dict(zip(s.inputs, operands, strict=True)), Buffers(dims, pins, names, how.shards)
 
         def updated(wholes: Values, loaded: Values, at: Any, n: int) -> tuple[Values, Values]:
-            """Update a chunk, and write what stays on the device; return the whole arrays, and the rows to store."""
+            """Update a chunk and write its device results; return the whole arrays and the rows to store."""
             now, row = ChainMap[Var, Any](wholes, given), start + at
             xs = {
                 v: buffers.read(v, now[v], at if is_host_aval(v.aval) else row, n) for v in s.inputs if v not in loads
@@ -216,8 +216,10 @@ def group_looped(s: Slice, how: RowWise, names: Names, size: int) -> Callable[..
             return wholes, buffers.update(s, how, xs | loaded, wholes, row, n)[1]
 
         def advanced(wholes: Values, new: Values, at: Any, then: Any) -> tuple[Values, Values]:
-            """Store ``new`` from row ``at`` on, load a chunk from row ``then`` on, and update it. Each leaf is stored
-            while the next one is loaded, and the last one while the first is, which is stored by then."""
+            """Store ``new`` from row ``at`` on, load a chunk from row ``then`` on, and update it.
+
+            Each leaf is stored while the next one is loaded. The first one, stored by then, is loaded last.
+            """
             arrays, loaded, left = ChainMap[Var, Any](wholes, given), Values(), dict(new)
             for v, following in zip(loads, [*loads[1:], None], strict=True):
                 stored = {v: left.pop(v)} if v in left else {}
@@ -277,8 +279,8 @@ def _scope(what: str, v: Var | None, names: Names) -> contextlib.AbstractContext
     return jax.named_scope(f"jax_offload/{what}/{'state' if v is None else names.get(v, 'state')}")
 
 
-# The scopes in which a leaf, or rows of it, is read and moved to the device; is updated, as the first of the leaves
-# that its update needs; and is moved to the host and written.
+# These scopes name the work on a leaf or its rows: ``prefetch`` reads and loads them, ``write_back`` stores and writes
+# them, and ``update_of`` updates all leaves of a slice under the name of the first one.
 prefetch, update_of, write_back = (functools.partial(_scope, what) for what in ("prefetch", "update", "write-back"))
 
 
@@ -346,7 +348,7 @@ def _in_own_loop(each: Schedule, carried: Mapping[Var, Var], run: Callable[..., 
 def runner(planned: Sequence[Planned], names: Names, *, lowered: bool = False) -> Callable[..., list[Any]]:
     """Return ``run(p, *operands)``, which runs one of these slices of a program.
 
-    Slices that are alike call one function, which XLA inlines, instead of tracing their own equations.
+    Identical slices call one function, which XLA inlines, so that jax traces their equations only once.
 
     Args:
       planned: the slices.
@@ -356,7 +358,7 @@ def runner(planned: Sequence[Planned], names: Names, *, lowered: bool = False) -
     structure = structures()
     kind_of = {id(p): structure(p.slice.jaxpr) for p in planned if not p.in_chunks}
     times = Counter(kind_of.values())
-    kinds = dict[Hashable, tuple[Callable[..., list[Any]], Sequence[int]]]()  # with the places of the loaded operands
+    kinds = dict[Hashable, tuple[Callable[..., list[Any]], Sequence[int]]]()  # the integers number the loaded operands
 
     def run(p: Planned, *operands: Any) -> list[Any]:
         s, values = p.slice, list(operands)

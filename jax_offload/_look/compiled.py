@@ -56,14 +56,14 @@ class Argument:
     """An array among the arguments of a step.
 
     Attributes:
-      name: its path; until the program is compiled, perhaps without the step's argument that contains it.
+      name: its path; before compilation, perhaps without the name of the argument that contains it.
       host: whether it is in host memory when it is handed over.
       state: whether it belongs to the state of an optimizer.
       gradient: whether it waits for the update, between two calls of a pipelined step.
-      kept_on_host: whether the update that owns it keeps it in host memory; ``None`` if the step shows no update of an
-        ``offload``.
-      replaced_by: the number of the result that takes its place in the next step, if one is like it.
-      whole: why the step itself loads it as a whole, from host memory; empty if it does not.
+      kept_on_host: whether the update that owns it keeps it in host memory; ``None`` if no update of an ``offload`` is
+        visible in the step.
+      replaced_by: the number of the result that replaces it in the next step; ``None`` if no result has its type.
+      whole: why the step itself loads it whole from host memory; empty if it does not.
       donated: whether the caller donates it.
       array: its type in the program.
     """
@@ -229,7 +229,7 @@ def _put_whole(step: Any) -> list[bool]:
 
 
 def _replacing(given: Sequence[Any], results: Any) -> dict[int, int]:
-    """Match the leaves of a step's arguments, by ``id``, with the numbers of the results that take their places."""
+    """Map the ``id`` of each leaf of a step's arguments to the number of the result that replaces it."""
     leaves, numbers = jax.tree.leaves, {id(x): k for k, x in enumerate(jax.tree.leaves(results))}
     pairs = [
         pair for k, x in replaced(given, results).items() for pair in zip(leaves(given[k]), leaves(x), strict=True)

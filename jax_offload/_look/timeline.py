@@ -84,7 +84,7 @@ def busy(segments: Iterable[Segment], lanes: Collection[str], beside: Collection
     own = [x for x in segments if x.lane in lanes or x.lane in beside]
     ends = [(x.begin, 0, x.lane) for x in own] + [(x.end, 1, x.lane) for x in own]
     edges, running = list[float](), {True: 0, False: 0}
-    for at, is_end, lane in sorted(ends):  # at one time begins come first, so that spans which touch are one
+    for at, is_end, lane in sorted(ends):  # at equal times begins sort first, so that touching spans join
         running[lane in lanes] += -1 if is_end else 1
         within = len(edges) % 2 == 1
         if within != (running[True] > 0 and not running[False]):
@@ -97,12 +97,12 @@ def length(spans: Iterable[Span]) -> float:
 
 
 class Program:
-    """A module on a chip. It works out the cost of each operation once, and plays the schedule.
+    """A simulation of a module on a chip. It computes the cost of each operation once, and plays the schedule.
 
     Attributes:
-      segments: all that runs, in the order of the starts.
-      free: when each queue is free.
-      held: the loaded bytes in device memory now; ``window`` is the most that they were.
+      segments: everything that runs, in the order in which the schedule queues it.
+      free: the time at which each queue is free.
+      held: the loaded bytes in device memory now; ``window`` is their maximum so far.
     """
 
     def __init__(self, module: Module, chip: Chip) -> None:
@@ -140,8 +140,11 @@ class Program:
             self.now = max(self.now, segment.end)
 
     def _queue(self, segment: Segment) -> Segment:
-        """Put a segment on its queue. If two copies share the link, the one in flight keeps its speed, and the other
-        one gets the rest of the speed that both directions reach together."""
+        """Put a segment on its queue and return it as it runs.
+
+        If two copies share the link, the one in flight keeps its speed, and the other one gets the rest of the speed
+        that both directions reach together.
+        """
         begin, seconds = max(self.now, self.free[segment.lane]), segment.end
         if segment.lane in _OTHER_WAY:
             shared = max(0.0, self.free[_OTHER_WAY[segment.lane]] - begin)
@@ -152,8 +155,11 @@ class Program:
         return self.segments[-1]
 
     def _steps_of(self, op: Op) -> tuple[Hashable, Sequence[Segment | Computation | None]]:
-        """Return a key and what an operation does: it queues segments (as if at 0) under the key, waits for those that
-        are queued under it (``None``), or runs a computation."""
+        """Return a key and the steps of an operation.
+
+        A segment, which begins at 0, is queued under the key; ``None`` waits for all segments under the key; a
+        computation runs.
+        """
         if op.opcode in RUNS:  # of branches the last one, or the one where it is true
             return op, op.trips * [*(op.called.get("true_computation") or op.callees[-1:])]
         if op.opcode.endswith("-done"):
@@ -172,7 +178,7 @@ class Program:
         cached = CACHE if self.chip.platform == "tpu" else None
         traffic = sum(nbytes for x, nbytes, _ in op.traffic if not x.host and x.space != cached)
         seconds = max(matmuls, traffic / self.chip.hbm_bandwidth)
-        if matmuls or not op.starts:  # what reads or writes host memory itself waits for the copy at once
+        if matmuls or not op.starts:  # a synchronous operation waits for its own copies
             return op, [*copies, None, *([Segment(COMPUTE, 0.0, seconds, label(op)), None] if seconds else [])]
         return op, [*copies] or [Segment(WITHIN, 0.0, seconds, "")]
 
@@ -196,7 +202,7 @@ def _seconds(played: Timeline, *lanes: str, beside: Collection[str] = ()) -> flo
 
 
 def _figure(*lanes: str, beside: Collection[str] = (), says: str) -> cached_property[float]:
-    """Make a figure of a timeline: the seconds in which one of ``lanes`` is in use and none of those ``beside``."""
+    """Make a figure of a timeline: the seconds during which one of ``lanes`` is in use and none of ``beside`` is."""
     figure = cached_property[float](lambda played: _seconds(played, *lanes, beside=beside))
     figure.__doc__ = says
     return figure

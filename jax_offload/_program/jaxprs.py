@@ -197,7 +197,7 @@ def scan_of(eqn: Equation) -> Scan | None:
 
 
 def sharded_like(eqn: Equation, fun: Callable[..., Any]) -> Callable[..., Any]:
-    """``fun`` under a ``shard_map`` that divides operands and results as the equation does."""
+    """Return ``fun`` under a ``shard_map`` that divides operands and results as the equation does."""
     params = eqn.params
     return jax.shard_map(
         fun,

@@ -167,7 +167,7 @@ ELEMENTWISE = frozenset(
     sqrt square stop_gradient sub tan tanh xor""".split()
 ) | {MARK}
 PLACED = frozenset("device_put sharding_constraint reshard".split())  # the primitives that say where a value is
-# `_COMBINE` in `rules.py` joins what chunks make of these; without an entry there, rows depend on each other.
+# `_COMBINE` in `rules.py` joins the chunks' results of these; a primitive without an entry needs all rows at once.
 REDUCE = frozenset("reduce_sum reduce_max reduce_min reduce_and reduce_or reduce_xor reduce_prod argmax argmin".split())
 CHECKPOINT = frozenset(("checkpoint", "remat2"))
 SHAPES = frozenset("broadcast_in_dim iota pad reshape slice squeeze transpose".split())  # they compute nothing

@@ -2,18 +2,18 @@
 
 | needed | for | seen in jax |
 |---|---|---|
-| where an equation has the jaxprs that it runs | ``jaxprs.inner_of`` | 0.10 to 0.12 |
-| how a ``scan`` says which of its operands are what | ``jaxprs.scan_of`` | 0.10 and 0.11, 0.12 |
+| where an equation keeps the jaxprs that it runs | ``jaxprs.inner_of`` | 0.10 to 0.12 |
+| which operands of a ``scan`` are constants, carried or rows | ``jaxprs.scan_of`` | 0.10 and 0.11, 0.12 |
 | ``dce_jaxpr`` | ``without_dead_code`` | 0.10 to 0.12 |
 | ``discharge_state`` | ``without_references`` | 0.10 to 0.12 |
-| whether the innermost trace is the one that computes | ``traces`` | 0.10 to 0.12 |
+| whether the innermost trace computes values | ``traces`` | 0.10 to 0.12 |
 | the tables of a primitive's rules; symbols for zero | ``set_rules``, ``nonzero``, ``zero_tangent`` | 0.10 to 0.12 |
-| how arguments of a program are typed and made ready, by class | ``trace_as``, ``trace_as_on_host`` | 0.10 to 0.12 |
+| how jax types and prepares the arguments of a program, by class | ``trace_as``, ``trace_as_on_host`` | 0.10 to 0.12 |
 | what ``vmap`` makes of an argument, by class | ``trace_as`` | 0.10 to 0.12 |
 | ``lower_fun`` | ``lowered`` | 0.10 to 0.12 |
 | ``main`` of a module, with the attributes of its arguments and results | ``take_back_aliases`` | 0.10 to 0.12 |
 | a tracer's variable, equation and trace | ``variable_of``, ``equation_of``, ``equations_of_trace`` | 0.10 to 0.12 |
-| how the trace of a ``jit`` takes an equation | ``replayed`` | 0.10 to 0.12 |
+| how the trace of a ``jit`` appends an equation | ``replayed`` | 0.10 to 0.12 |
 | ``memory_space`` and ``manual_axis_type`` of a type | ``memory.is_host_aval``, ``manual_axes_of`` | 0.10 to 0.12 |
 | XLA's compile options, a list of devices, ``compile`` of a client | ``compiled``, ``options_of`` | 0.10 to 0.12 |
 """
@@ -250,9 +250,10 @@ def equations_of_trace(x: Any) -> list[Any]:
 
 
 def replayed(jaxpr: Any, operands: Sequence[Any]) -> list[Any] | None:
-    """Append the equations of a closed jaxpr as they are to the trace of a ``jit``, and return their results.
+    """Append a closed jaxpr's equations unchanged to the trace of a ``jit``, and return their results.
 
-    ``None`` in any other trace, for operands of other types, and for a jaxpr with effects: it must be traced anew.
+    Return ``None`` in any other trace, for operands of other types and for a jaxpr with effects, because the caller
+    must then trace the equations again.
     """
     trace, source = _part_of(private_core, "trace_ctx", "trace"), source_info_util.current()
     tracer, folded = (_part_of(private_pe, name) for name in ("DynamicJaxprTracer", "try_constant_folding"))

@@ -94,7 +94,7 @@ class Program:
         if any(map(can_be_cut, self.eqns)):
             jaxpr, needed = without_dead_code(self.jaxpr, used)
             eqns, outputs = jaxpr.eqns, jaxpr.outvars
-        else:  # jax's own way goes into every equation, and takes twice as long
+        else:  # jax's own function enters every equation, which takes longer
             outputs = [*itertools.compress(self.outputs, used)]
             eqns, read = needed_for(self.eqns, variables(outputs), kept=lambda eqn: bool(eqn.effects))
             needed = [v in read for v in self.inputs]
@@ -104,12 +104,12 @@ class Program:
 
 @dataclasses.dataclass
 class Builder:
-    """Equations that are being put together.
+    """A list of equations under construction.
 
     Attributes:
       eqns: the equations so far.
       names: variable -> the value that stands for it.
-      renews: whether the equations that it follows get new variables as results.
+      renews: whether ``follow`` gives the equations new variables as results.
     """
 
     eqns: list[Equation] = dataclasses.field(default_factory=list[Equation])
@@ -145,7 +145,7 @@ class Builder:
         return Builder(self.eqns, dict(zip(program.inputs, [*consts, *operands], strict=True)), renews=True)
 
     def follow(self, eqns: Iterable[Equation], rebuild: Rebuild | None = None, of: Set[str] | None = None) -> Builder:
-        """Append equations, or what takes the place of those whose primitives have these names; return the builder."""
+        """Append equations, but ``rebuild`` those whose primitives are ``of`` these names; return the builder."""
         for eqn in eqns:
             operands = self.read(eqn.invars)
             named = of is None or eqn.primitive.name in of
@@ -159,7 +159,7 @@ class Builder:
         return self
 
     def call(self, program: Program, operands: Sequence[Atom], rebuild: Rebuild | None = None) -> list[Atom]:
-        """Append a program's equations for these operands, or what takes their place; return its results."""
+        """Append a program's equations for these operands, or what ``rebuild`` makes of them; return its results."""
         return self.inside(program, operands).follow(program.eqns, rebuild).read(program.outputs)
 
     def run(self, fun: Callable[..., Any], *operands: Atom, like: Equation | None = None) -> list[Atom]:
@@ -176,7 +176,7 @@ Rebuild = Callable[[Builder, Equation, list[Atom]], Sequence[Atom] | None]
 
 
 def rebuilt(program: Program, rebuild: Rebuild, of: Set[str] | None = None) -> Program:
-    """Return a program in which others take the place of some equations; only of primitives ``of`` these names."""
+    """Return a program after ``rebuild`` replaced some equations, only those with primitives ``of`` these names."""
     if of is not None and not any(eqn.primitive.name in of for eqn in program.eqns):
         return program
     new = Builder().follow(program.eqns, rebuild, of)
@@ -192,7 +192,7 @@ def expanded(jaxpr: Jaxpr, expand: Callable[[Equation], Program | None]) -> Jaxp
     def rebuild(new: Builder, eqn: Equation, operands: list[Atom]) -> Sequence[Atom] | None:
         if (program := expand(eqn)) is not None:
             return new.call(program, operands)
-        if eqn.primitive.name in CHEAP:  # the search in its parameters would take longer than all else
+        if eqn.primitive.name in CHEAP:  # searching its parameters would take too long
             return None
         params = with_jaxprs(eqn.params, lambda inner: expanded(inner, expand))
         new.put(eqn if params is eqn.params else eqn.replace(params=params), operands)
@@ -228,7 +228,7 @@ def flat(
     any_call: bool = False,
     opens: Callable[[Equation], bool] = lambda _: False,
 ) -> Program:
-    """A closed jaxpr as a program.
+    """Inline the calls in a closed jaxpr, and return it as a program.
 
     Args:
       step: the jaxpr.
@@ -240,13 +240,13 @@ def flat(
 
     def called(eqn: Equation, operands: list[Atom]) -> ClosedJaxpr | None:
         name = eqn.primitive.name
-        if name == "cond":  # whose branch may be known, such as in a ``MultiSteps`` that never skips
+        if name == "cond":  # its branch may be known, as in a ``MultiSteps`` that never skips
             return branches_of(eqn)[int(index.val)] if isinstance(index := operands[0], Literal) else None
         plain = name in ("jit", "pjit") and not is_composite(eqn) and (any_jit or says_nothing_of_placement(eqn))
         once = name in CHECKPOINT and opens(eqn)
         if any_call and name not in ("scan", "while"):
             once = [len(inner.jaxpr.outvars) for inner in inner_of(eqn)][:1] == [len(eqn.outvars)]
-        if not (plain or once or name in ("eval_jaxpr", "closed_call")):  # of mutable arrays, and of a backward pass
+        if not (plain or once or name in ("eval_jaxpr", "closed_call")):  # of references or backward passes
             return None
         found: Any = called_by(eqn)
         return found if hasattr(found, "consts") else ClosedJaxpr(found, [])  # a checkpoint's jaxpr is open
@@ -262,12 +262,12 @@ def flat(
             apart = {v: Var(v.aval) for v in variables(v for v, kept in pairs if kept)}
             new.eqns += [equation_of_together(apart)] if apart else []
             operands = [renamed(apart, v) for v in operands]
-        given = operands[len(operands) - len(jaxpr.jaxpr.invars) :]  # without the number of a branch
+        given = operands[len(operands) - len(jaxpr.jaxpr.invars) :]  # leave out the number of a branch
         own = [Var(v.aval) for v in jaxpr.jaxpr.constvars]
         consts.update(zip(own, jaxpr.consts, strict=True))
         return new.call(dataclasses.replace(as_program(jaxpr), consts=[]), [*own, *given], inline)
 
-    consts, program = dict[Var, Any](), as_program(step)  # of calls, not as literals: no rule knows an array's rows
+    consts, program = dict[Var, Any](), as_program(step)  # calls' constants: no rule knows rows of literals
     found, n = rebuilt(program, inline), len(program.consts)
     inputs = [*program.inputs[:n], *consts, *program.inputs[n:]]
     return dataclasses.replace(found, inputs=inputs, consts=[*program.consts, *consts.values()])
@@ -275,14 +275,14 @@ def flat(
 
 def _leaf_by_leaf(eqn: Equation) -> Iterator[Equation]:
     """Split the move of a whole tree into moves of its leaves, each with its own place."""
-    ways = dict[Hashable, dict[str, Any]]()  # a handful, for hundreds of leaves
+    ways = dict[Hashable, dict[str, Any]]()  # hundreds of leaves share a few
     for k, (x, v) in enumerate(zip(eqn.invars, eqn.outvars, strict=True)):
         way = {name: each[k : k + 1] for name, each in eqn.params.items()}
         yield eqn.replace(invars=[x], outvars=[v], params=ways.setdefault((*way.values(),), way))
 
 
 def kept_apart(eqn: Equation) -> Sequence[bool]:
-    """For each operand of a ``jax.checkpoint``, whether jax puts it behind a barrier where values are recomputed."""
+    """Say for each operand of a ``jax.checkpoint`` whether jax puts it behind a barrier when it recomputes values."""
     said: bool | tuple[bool, ...] = eqn.params["differentiated"] and eqn.params["prevent_cse"]
     return said if isinstance(said, tuple) else [said] * len(eqn.invars)
 
@@ -307,14 +307,13 @@ def is_store(eqn: Equation) -> bool:
 
 
 def without_round_trips(program: Program) -> Program:
-    """The program without moves that change nothing.
+    """Return the program without moves that change nothing, and without marks.
 
-    A value that is loaded and stored again untouched, or stored and loaded, is unchanged. So is a value put into the
-    sharding that it was just put into: an offload and one inside it both do that. A value loaded twice is loaded once.
-    A mark does nothing.
+    A value that is loaded and stored again, or stored and loaded again, does not change. Neither does a value that gets
+    the sharding it just got, as from an offload and another one inside it. A value that is loaded twice is loaded once.
     """
-    same = dict[Atom, list[Var]]()  # a value -> the same in the other memory
-    placed = dict[Atom, Any]()  # result of a sharding constraint -> the sharding
+    same = dict[Atom, list[Var]]()  # a value -> its copies in the other memory
+    placed = dict[Atom, Any]()  # result of a sharding constraint -> the constraint
 
     def rebuild(_: Builder, eqn: Equation, operands: list[Atom]) -> Sequence[Atom] | None:
         (x,), (v,) = operands, eqn.outvars
@@ -328,7 +327,7 @@ def without_round_trips(program: Program) -> Program:
             same[v] = [x]
             if is_load(eqn):
                 same.setdefault(x, []).append(v)
-        elif eqn.primitive.name != "device_put":  # a sharding
+        elif eqn.primitive.name != "device_put":  # a sharding constraint
             if placed.get(x) == (eqn.params, v.aval):
                 return operands
             placed[v] = eqn.params, v.aval
@@ -338,7 +337,7 @@ def without_round_trips(program: Program) -> Program:
 
 
 def unguarded(program: Program) -> Program:
-    """The program without its donation guards, because whoever jits its parts adds guards again."""
+    """Return the program without its donation guards, because whoever jits its parts adds guards again."""
     return rebuilt(program, lambda new, eqn, operands: operands, {GUARD})
 
 
@@ -346,13 +345,13 @@ def unguarded(program: Program) -> Program:
 
 
 def structures() -> Callable[[Jaxpr], Hashable]:
-    """A function that returns equal keys for jaxprs that differ in the names of variables only.
+    """Return a function that gives equal keys to jaxprs that differ only in the names of their variables.
 
-    It hashes each type, setting and parameter once, because equations share them, and jax takes as long to hash a type
-    as this takes for the rest of an equation. One that is not hashable, such as an array, equals only itself.
+    It hashes each type, setting and parameter once, because equations share them, and hashing a type takes as long as
+    the rest of an equation. An unhashable one, such as an array, equals only itself.
     """
     numbers = dict[Hashable, int]()
-    known = dict[int, tuple[int, Any]]()  # with the object itself, so that nothing else gets its id
+    known = dict[int, tuple[int, Any]]()  # keeps the object, so that no other gets its id
 
     def number(x: Any) -> int:
         if id(x) not in known:
@@ -429,7 +428,7 @@ def _always(new: Builder, eqn: Equation, operands: list[Atom]) -> Sequence[Atom]
 
 
 def chosen(new: Builder, which: Atom, results: Sequence[Sequence[Atom]]) -> list[Atom]:
-    """Choose one of several lists of values. Values in host memory are loaded, and the chosen ones are stored."""
+    """Choose one of several lists of values. Load values from host memory, and store the chosen ones there."""
     n, all_cases = len(results), [*zip(*results, strict=True)]
     differing = [cases for cases in all_cases if any(x is not cases[0] for x in cases)]
 

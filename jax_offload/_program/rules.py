@@ -1,16 +1,17 @@
-"""Whether a slice may run in chunks along an axis: decided by its equations, never by an optimizer's name.
+"""Rules that decide from a slice's equations, never from an optimizer's name, whether it may run in chunks.
 
 Each variable either has the chunked axis, at some dimension, or does not. Every equation must keep rows apart:
-elementwise arithmetic and reductions over other dimensions do, a sort along the axis does not. A reduction over the
-axis is put together from the chunks' results, if the slice does not use it itself.
+elementwise arithmetic and reductions over other dimensions do, a sort along the axis does not. The chunks' results of a
+reduction over the axis are combined, if the slice does not use it itself.
 
 Each primitive that keeps rows apart has one rule, a function under ``@rule("name")``. It names the dimensions of an
 equation's operands and results, as ``einsum`` does with letters: rows along a dimension of an operand lie along the
-dimension of the same name in the results. A dimension along which rows depend on each other is ``None``. A name that
-is in no result is reduced; then ``combine`` puts the results of chunks together, and without ``combine`` rows depend
-on each other. ``running``, for cumulative sums, is a short example. If a parameter of the equation holds a shape of its
+dimension of the same name in the results. If rows along a dimension depend on each other, its name is ``None``. A name
+that is in no result is reduced; then ``combine`` joins the chunks' results, and without ``combine`` rows depend on each
+other. ``running``, for cumulative sums, is a short example. If a parameter of the equation holds a shape of its
 result, the parameter's name belongs in ``SHAPE_PARAMETER``. If an equation takes about as long as its operands are
-read, as ``rev`` does and ``sort`` does not, its name also belongs in ``CHEAP`` (``_program/primitives.py``).
+read, as ``rev`` does and ``sort`` does not, its name also belongs in ``_OTHERS``, a part of ``CHEAP``
+(``_program/primitives.py``).
 
 ``rows_after`` applies the rules. It decides about ``reshape``, barriers and calls by itself, and asks no rule about an
 equation that reads a reduction over all rows, or that has an effect. Without a rule the leaf is loaded whole.

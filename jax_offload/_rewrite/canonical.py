@@ -243,7 +243,7 @@ def opened_around_layers(program: Program, layers: Set[Var] = frozenset()) -> Pr
 
 
 def _behind_a_barrier(new: Builder, operands: Sequence[Atom], held: Set[Var]) -> list[Atom]:
-    """Append a barrier for some of these values; return them, and the others as they are."""
+    """Append a barrier for the ``held`` values; return all ``operands``, with the held ones behind it."""
     behind: dict[Var, Var] = {v: Var(v.aval) for v in dict.fromkeys(variables(operands)) if v in held}
     if behind:
         new.eqns.append(equation_of_together(behind))
@@ -254,10 +254,9 @@ def _behind_a_barrier(new: Builder, operands: Sequence[Atom], held: Set[Var]) ->
 
 
 def scanning_rows(program: Program) -> Program:
-    """Scan over rows where a scan reads or makes them by its iteration's number, or moves them between memories.
+    """Make rows the inputs and results of scans that read or make them by number, or move them between memories.
 
-    No step should load its parameters as a whole before the passes, but in this form a plan sees which rows a scan
-    reads.
+    A plan then sees which rows a scan reads, so that the step need not load whole parameters before the passes.
     """
     scans = [scan for eqn in program.eqns if (scan := scan_of(eqn)) is not None]
     leaves = {v for v in program.inputs if is_host_aval(v.aval)}
@@ -278,7 +277,7 @@ def scanning_rows(program: Program) -> Program:
 
 
 def _by_number(loop: Loop, new: Builder) -> bool:
-    """Scan over the arrays of which an iteration reads only its own row, and stack what it adds to its row of a sum."""
+    """Make arrays ``xs`` if each iteration reads only its own row, and sums ``ys`` if it adds only to its own row."""
     body, length, slices, sums = loop.body, loop.scan.length, dict[Var, list[Equation]](), dict[Var, Equation]()
     maker = {v: eqn for eqn in body.eqns for v in eqn.outvars}
     uses = Counter(v for atoms in (*(eqn.invars for eqn in body.eqns), body.outputs) for v in variables(atoms))
@@ -338,7 +337,7 @@ def _are_numbers(loop: Loop, new: Builder, starts: Sequence[Sequence[Atom]]) -> 
     dataclasses.replace(loop, ys=ys).put(alone)
     results = variables(alone.read(ys))
     whole = slice_of(needed_for(alone.eqns, results)[0], results, loop.body.debug_info, {})
-    if whole.inputs or jaxpr_of(whole.run)[0].effects:  # an effect: another number on each device
+    if whole.inputs or jaxpr_of(whole.run)[0].effects:  # an effect may differ between devices
         return False
     with jax.ensure_compile_time_eval():
         found = [np.asarray(x) for x in whole.run()]
@@ -347,7 +346,7 @@ def _are_numbers(loop: Loop, new: Builder, starts: Sequence[Sequence[Atom]]) -> 
 
 
 def _in_one_memory(loop: Loop, new: Builder, leaves: Set[Var], activations: Set[Var]) -> bool:
-    """Take the moves of rows between memories out of a scan, and the rows that an iteration makes of leaves alone.
+    """Take out of a scan the moves of rows between memories, and the results that it makes of leaves alone.
 
     A scan over the layers of an ``nnx`` module returns their parameters, unchanged, beside its own results.
     """
@@ -387,7 +386,7 @@ _MOST_UNROLLED = 256
 
 def unrolled(program: Program) -> Program:
     """Unroll the scans over stacks of parameters. Scans over stacks of batches stay."""
-    layers, rows = _layers(program), dict[Var, list[Atom]]()  # a stack -> its rows, which are read instead
+    layers, rows = _layers(program), dict[Var, list[Atom]]()  # a stack -> the rows to read instead
 
     def one_by_one(new: Builder, eqn: Equation, operands: list[Atom]) -> list[Atom] | None:
         how = eqn.primitive.name, eqn.params.get("axis")
@@ -460,8 +459,10 @@ def _both(program: Program, at: int, after: int) -> Program | None:
 def _in_place_of(
     program: Program, these: Sequence[Equation], reads: Sequence[Var], put: Callable[[Builder], None]
 ) -> Program | None:
-    """Return a program in which ``put`` appends what makes the results of some equations of what it ``reads``; ``None``
-    if another equation has to run between them."""
+    """Return a program in which ``put`` replaces some equations; ``None`` if another one has to run between them.
+
+    ``put`` appends equations that make the same results from the variables that it ``reads``.
+    """
     gone, makes = {*map(id, these)}, [v for eqn in these for v in eqn.outvars]
     nodes = [Node(eqn, variables(eqn.invars), eqn.outvars) for eqn in program.eqns if id(eqn) not in gone]
     at = next(k for k, eqn in enumerate(program.eqns) if id(eqn) in gone)
@@ -485,7 +486,7 @@ def _in_place_of(
 def inside_shard_maps(program: Program) -> Program:
     """Move updates into the ``shard_map`` that makes their gradients, or that reads what they make, where each device
     has whole parameters. Parameters move between memories inside it, too, where scans can load their rows."""
-    for eqn in reversed(program.eqns):  # the equations of the ones before it stay the same objects
+    for eqn in reversed(program.eqns):  # a rewrite keeps the objects of earlier equations
         if _is_manual(eqn) and any(eqn is each for each in program.eqns):
             program = _with_inside(program, eqn) or program
     return program
@@ -503,8 +504,10 @@ def _is_divided(spec: PartitionSpec) -> bool:
 
 
 def _moves(eqn: Equation, this: Equation) -> bool:
-    """Whether an equation may run inside a ``shard_map`` on whole values; an update, if each device is known to hold
-    all of its operands whole."""
+    """Whether an equation may run inside a ``shard_map`` on whole values.
+
+    An update may if every device is known to hold its operands whole.
+    """
     if not is_update(eqn):
         return is_cheap(eqn) and not eqn.effects
     update: Update = eqn.params["update"]
@@ -518,8 +521,11 @@ def _moves(eqn: Equation, this: Equation) -> bool:
 
 
 def _before(eqns: Sequence[Equation], this: Equation) -> list[Equation]:
-    """Find the loads of what a ``shard_map`` reads whole, and the updates with which a step begins, if it reads what
-    they make, with the equations between them and it, and the last arithmetic on their gradients."""
+    """Find the equations ahead of a ``shard_map`` that can run inside it.
+
+    These are loads of values that it reads whole, and updates at the beginning of the step whose results it reads, with
+    the arithmetic on their gradients and on their results.
+    """
     specs = zip(this.invars, this.params["in_specs"], strict=True)
     wanted = variables(v for v, spec in specs if not _is_divided(spec))
     found, _ = needed_for(eqns, wanted, through=lambda eqn: _moves(eqn, this))
@@ -533,8 +539,11 @@ def _before(eqns: Sequence[Equation], this: Equation) -> list[Equation]:
 
 
 def _after(eqns: Sequence[Equation], this: Equation) -> list[Equation]:
-    """Find the stores of what a ``shard_map`` makes, and the updates of its gradients, with the equations between them
-    and it. All of them compute the same on every device, from values that are whole there."""
+    """Find the equations behind a ``shard_map`` that can run inside it.
+
+    These are stores of its results and updates with its gradients, with the equations in between. They compute the same
+    on every device, because they read only values that are whole there.
+    """
     specs = zip(this.outvars, this.params["out_specs"], strict=True)
     made, behind = {v for v, spec in specs if not _is_divided(spec)}, made_of(eqns, lambda _: False, this.outvars)
     found = list[Equation]()
@@ -547,7 +556,7 @@ def _after(eqns: Sequence[Equation], this: Equation) -> list[Equation]:
 
 
 def _with_inside(program: Program, this: Equation) -> Program | None:
-    """Return the program with equations ahead of a ``shard_map`` or behind it inside of it; ``None`` if none are."""
+    """Move equations ahead of a ``shard_map`` and behind it into it, and return the program; ``None`` if none move."""
     at, params = next(k for k, eqn in enumerate(program.eqns) if eqn is this), this.params
     before, after = _before(program.eqns[:at], this), _after(program.eqns[at + 1 :], this)
     if not before and not after:
@@ -556,7 +565,7 @@ def _with_inside(program: Program, this: Equation) -> Program | None:
     gone, made = {*map(id, inner)}, {v for eqn in inner for v in eqn.outvars}
     rest = [v for eqn in program.eqns if id(eqn) not in gone for v in variables(eqn.invars)]
     read, specs = {*rest, *variables(program.outputs)}, dict(zip(this.outvars, params["out_specs"], strict=True))
-    moved = [eqn for eqn in inner if not is_load(eqn) or eqn.outvars[0] not in read]  # else others load it, too
+    moved = [eqn for eqn in inner if not is_load(eqn) or eqn.outvars[0] not in read]  # a load that others read stays
     results = [v for eqn in moved for v in eqn.outvars if v in read]
     given = [(v, spec if _is_divided(spec) else WHOLE) for v, spec in zip(this.invars, params["in_specs"], strict=True)]
     whole = [(v, WHOLE) for eqn in inner if eqn is not this for v in eqn.invars]

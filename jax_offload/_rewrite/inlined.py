@@ -105,7 +105,7 @@ def _has_time(update: Update) -> bool:
 def _making_several(program: Program) -> set[int]:
     """The identities of the blocks that make several gradients, none of them more than half of their bytes. Gradients
     are results that no pass through the network needs, but only an update, a norm, or the caller."""
-    passes = [eqn for eqn in program.eqns if not is_update(eqn)]  # which may read the results of an update
+    passes = [eqn for eqn in program.eqns if not is_update(eqn)]  # passes may read an update's results
     _, needed = needed_for(passes, (), kept=is_heavy_equation)
     found = set[int]()
     for eqn in passes:
@@ -433,10 +433,10 @@ def _is_of_memories(error: Exception) -> bool:
 def _with_loads(
     fun: Callable[..., Any], args: Sequence[Any], static: Sequence[int], named: Mapping[str, Any]
 ) -> tuple[ClosedJaxpr, Any]:
-    """Trace a step with all of its host arguments but states of optimizers loaded at its start.
+    """Trace a step that first loads all host arguments, except the states of optimizers.
 
-    A state without optax's types, such as a dict, is known by the update that takes it: where the trace fails, the
-    step is traced once more with these leaves kept in host memory.
+    A state without optax's types, such as a dict, is recognized by the update that takes it. If the trace then fails,
+    the step is traced again with these leaves kept in host memory.
     """
     numbers, states, given, kept = dict[int, int](), list[Any](), list[bool](), set[int]()
 

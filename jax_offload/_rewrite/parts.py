@@ -6,12 +6,12 @@ new parameters (``Hoist.into_forward``). If no scan takes an update, gates may h
 add a policy:
 
 1. Add a method to ``Hoist`` (``_schedule/hoist.py``) that returns an ``InScan`` or ``None``, and the reasons why other
-   updates stay. Call it in ``decided`` ahead of the policies that it should precede: the first plan for a scan counts.
-   A reason ends with a fix; ``placement`` prints it.
+   updates stay. Call it in ``decided`` ahead of the policies that it should precede: the first plan with updates for a
+   scan counts, and replaces one that only loads. A reason ends with a fix; ``placement`` prints it.
 2. Describe what an iteration does by fields of ``InScan`` (``_schedule/in_scan.py``). ``moves`` are the updates inside,
-   ``eqns`` the equations that leave their place, ``kept`` the stacked results that still exist. ``_parts`` runs the
-   equations of an update that are in no ``eqns`` after the passes. ``placement`` prints ``RowWise``
-   (``_schedule/schedule.py``) for each move: let its field ``scan``, which ``Hoist._move`` sets, name the policy.
+   ``eqns`` the equations that leave their place, ``kept`` the stacked results that still exist. ``_parts`` runs
+   the other equations of an update after the passes. ``placement`` prints ``RowWise`` (``_schedule/schedule.py``) for
+   each move: let its field ``scan``, which ``Hoist._move`` sets, name the policy.
 3. Emit it in ``Emitter.iteration`` (``_emit/hoisted.py``). ``update`` runs the moves on row ``i``. ``arithmetic`` runs
    the scan's body; meanwhile it stores row ``before`` (in a forward pass ``i``) and loads row ``after``. ``Buffers``
    (``_emit/run.py``) reads and writes the rows. A policy that updates only some rows in the scan keeps the gradients of
@@ -139,11 +139,11 @@ def decided(found: Inlined, apart: bool = False) -> Parts:
                 moved |= plan.eqns
     plans = {**streams, **plans}
     moved = moved.union(*(plan.eqns for plan in plans.values()))
-    # other scans, such as those that make the gradients of a rotated step, serve a later update
+    # report only scans that these updates wait for: in a rotated step, others make gradients for the next update
     left = [v for eqn in eqns if id(eqn) not in moved for v in eqn.outvars if v in step.next_of and v.aval.shape]
     _, awaited = needed_for(eqns, left)
     awaited = [at for at in stay_behind if not awaited.isdisjoint(eqns[at].outvars)]
-    # an array of the state on the host that needs a sum waits for it, and not where it needs a number of all gradients
+    # a host leaf waits for a sum of gradients that it reads as an array, not for a number such as their norm
     on_host = [v for v in left if is_host_aval(v.aval)]
     _, arrays = needed_for(eqns, on_host, lambda eqn: any(v.aval.shape for v in eqn.outvars))
     summed = {at: why for at, why in sums.items() if not arrays.isdisjoint(eqns[at].outvars)}
@@ -189,7 +189,7 @@ def _parts(step: Inlined, plans: Mapping[int, InScan], moved: Set[int]) -> tuple
     elif rests or not step.updates:
         order, why = _between_passes(step, nodes)
     for node in order or ():
-        if isinstance(node.payload, Update):  # gates of the step hold the passes back, and none of the update need to
+        if isinstance(node.payload, Update):  # the step's gates hold the passes back, so the update needs none
             node.payload = dataclasses.replace(node.payload, backward=None)
     order = topological(nodes, range(len(nodes))) if order is None else order
 
@@ -233,7 +233,7 @@ def _loaded_where_read(step: Inlined, nodes: Sequence[Node], outputs: Sequence[V
         return [*nodes]
     how = f"{WHOLE}: where a pass reads it"
     window = Window(2 * max(large.values()), "two of the layers that passes read")
-    made, alone = set[Var](), list[Equation]()  # what is made of leaves alone, and the equations that make it
+    made, alone = set[Var](), list[Equation]()  # values made of leaves alone, and their equations
     before, lasting, done, found = Builder(), dict[Var, tuple[Var, int]](), 0, list[Node]()
     stay = {*outputs, *(v for node in nodes if not isinstance(node.payload, Equation) for v in node.reads)}
     for node in nodes:
@@ -321,7 +321,7 @@ def peeled(program: Program, at: int, *, first: bool = False) -> Program:
             produced = body(*consts, *carry, *x)
             return produced[: len(init)], [row[None] for row in produced[len(init) :]]
 
-        def by_number(*given: Any) -> list[Any]:  # because slices of the batches would be copies
+        def by_number(*given: Any) -> list[Any]:  # slices of batches would be copies
             return body(*given[:-1], *(jax.lax.dynamic_index_in_dim(x, given[-1], keepdims=False) for x in xs))
 
         mine = [x[apart] for x in xs]
@@ -387,7 +387,7 @@ def cut_step(program: Program) -> Cut:
     follows = made_of(eqns, lambda eqn: id(eqn) in marked)
     leads = {id(eqn) for eqn in needed_for(eqns, (), kept=lambda eqn: id(eqn) in marked)[0]}
     varies = made_of(eqns, lambda _: False, program.inputs)
-    first_read = dict.fromkeys(variables(program.outputs), 0)  # the part that first reads a value
+    first_read = dict.fromkeys(variables(program.outputs), 0)  # a value -> the first part that reads it
     for eqn in reversed(eqns):
         ins, place = variables(eqn.invars), 0
         if id(eqn) in marked or not follows.isdisjoint(ins):

@@ -179,8 +179,8 @@ def _in_each_iteration(
     Args:
       program: the step.
       before: the equations ahead of the loop.
-      again: the whole arrays that an iteration is to make of leaves by itself, to load only rows of them.
-      like: an equation of an update of the step.
+      again: the whole arrays that each iteration makes again from leaves, so that it loads only rows of them.
+      like: the equation of one of the step's updates.
     """
     body, consts = Builder(), {v: x for v, x in loop.consts.items() if v not in again}
     leaves_of = dict[Var, set[Var]]()
@@ -240,7 +240,7 @@ def _noted_inside(program: Program) -> Program:
 
 
 def _inside(words: str, program: Program) -> dict[str, None]:
-    """The reasons why updates in branches and loops stay there; the second gap in ``words`` is for the fix."""
+    """Say why updates in branches and loops stay there. ``words`` has gaps for the primitive and the fix."""
     inside = [(eqn.primitive.name, eqn) for eqn in program.eqns if not is_update(eqn) and holds_update(eqn)]
     return dict.fromkeys(
         located(words.format(name, OUTSIDE if name == "cond" else SINGLE), eqn) for name, eqn in inside
@@ -268,7 +268,7 @@ def _by_step(program: Program) -> ClosedJaxpr | None:
             step = jax_fun(rewritten(loop.body))
             return new.run(lambda *given: [*itertools.chain(*loop.run(step, *loop.parted(given)))], *operands, like=eqn)
         if _is_sharded(eqn) and (eqn in holding or any(is_host_aval(v.aval) for v in operands)):
-            flat_body, axes = flat(ClosedJaxpr(eqn.params["jaxpr"], [])), effects_of(AXES)  # collectives in any order
+            flat_body, axes = flat(ClosedJaxpr(eqn.params["jaxpr"], [])), effects_of(AXES)  # collectives need no order
             eqns = [each.replace(effects={e for e in each.effects if type(e) not in axes}) for each in flat_body.eqns]
             body = dataclasses.replace(flat_body, eqns=eqns).closed
             return new.run(sharded_like(eqn, lambda *given: jax_fun(rewritten(body))(*given)), *operands, like=eqn)

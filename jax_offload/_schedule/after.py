@@ -176,7 +176,7 @@ class Recipe:
 
     Attributes:
       program: the usual recipe (load all, update, store all).
-      gradients: its operands that are gradients, in the order of the backward pass, which the trace around it knows.
+      gradients: its gradients, in the order in which the surrounding trace makes them, if that is known.
       take_turns: whether its gradients may wait for each other.
       next_values: result -> the argument whose next value it is.
       options: the options of the offloads in it.
@@ -184,7 +184,7 @@ class Recipe:
       on_cores, on_disk: the leaves that the host's cores update, and those that are read from disk.
       rank: leaf of the state -> its place in the order of the backward pass.
       manual: whether it was traced inside ``shard_map``.
-      backward: the passes that made its gradients, where only gates in the update hold them back.
+      backward: the passes that make its gradients, if only the update's own gates hold them back.
       gated: whether each of its slices runs by itself, between gates of the passes.
     """
 
@@ -209,9 +209,9 @@ def schedules_of(recipe: Recipe) -> list[Schedule]:
     device.
     """
     next_of, hosts = recipe.next_values, [v for v in recipe.program.inputs if is_host_aval(v.aval)]
-    on_cores = recipe.on_cores.intersection(hosts)  # and with them all of their slices
+    on_cores = recipe.on_cores.intersection(hosts)  # their slices run there
     given = [each.window for each in recipe.options]
-    given.append(max(filter(None, given), default=None))  # for leaves that a wrapper changed, in no offload's state
+    given.append(max(filter(None, given), default=None))  # for leaves that a wrapper changed
     owner = {v: recipe.offload_of.get(v, len(recipe.options)) for v in hosts}
     best: tuple[int, list[tuple[Slice, list[Planned], Mapping[Var, Var] | None]]] | None = None
     for scalars_ahead in False, True:

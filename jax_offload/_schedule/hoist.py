@@ -260,7 +260,7 @@ class Hoist:
         ys = [y for y in scan.ys if not isinstance(y, DropVar) and y.aval.shape[0] == scan.length]
         flow, bits = _Flow(dict.fromkeys(ys, Rows(0))), {y: 1 << i for i, y in enumerate(ys)}
         later, of_rows, merging = {*scan.carry, *scan.ys}, {*scan.ys}, dict[Var, Equation]()
-        causes = dict[Var, str]()  # of what only blocked equations lead to: why the first of them is blocked
+        causes = dict[Var, str]()  # a value of blocked equations alone -> why the first is blocked
         for eqn in self.program.eqns[self.at + 1 :]:
             ins = variables(eqn.invars)
             late = [v for v in ins if v in later]
@@ -296,8 +296,11 @@ class Hoist:
         return flow
 
     def _why_late(self, numbers: Sequence[Var], flow: _Flow) -> str:
-        """Why rows wait for numbers that need all rows. ``into_forward`` refuses them too if it would have to load rows
-        twice, or to repeat costly equations: these numbers are no norm of the gradients."""
+        """Say why rows wait for numbers that need all rows.
+
+        ``into_forward`` can wait for a norm of the gradients. For other numbers it may have to load rows twice or to
+        repeat costly equations, and then refuses the rows too.
+        """
         after, ours = {*map(id, self.program.eqns[self.at + 1 :])}, self.updates.keys()
 
         def late(eqn: Equation) -> bool:

@@ -92,17 +92,17 @@ class InScan:
         of the state, the parameters, and values known before the scan; their results are read by the rest of the step.
       kept: the scan's results that stay stacked.
       ahead: whether the updates come before the iteration's own arithmetic, which reads their results, or after it.
-      eqns: the equations that are gone from where they were, by identity.
-      feeds: results of the updates that are read, by rows, by the scan alone.
-      reread: number of one of the scan's ``xs`` -> how its rows are made of rows of parameters, where these are on the
-        host, or where the scan overwrites them.
+      eqns: the identities of the equations that leave their place.
+      feeds: results of the updates that only the scan reads, row by row.
+      reread: number of one of the scan's ``xs`` -> how its rows are made of rows of parameters, if these are on the
+        host or the scan overwrites them.
       nest: both scans, if the updates are in a scan inside the scan; ``scan`` is then the outer one, flattened.
       loaded, stored, hosts: the leaves on the host whose rows are read, those whose rows are written, and all of them.
-      in_place: the operands on the device that are overwritten by rows.
+      in_place: the operands on the device that the updates overwrite row by row.
       new, sums: the results on the device with a buffer of their own, and those that are summed up.
       others: the other operands of the updates.
       rows: where the rows of all these are, and of the stacked results that the updates read.
-      fed: number of one of the scan's ``xs`` -> the result of an update whose rows it has.
+      fed: number of one of the scan's ``xs`` -> the result of an update that provides its rows.
     """
 
     scan: Scan

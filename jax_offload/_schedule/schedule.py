@@ -99,14 +99,14 @@ class RowWise:
     """How a slice runs on some rows of its operands: in a loop over chunks, in a scan, or on rows from disk.
 
     Attributes:
-      shape: the shape of the leaf that leads.
-      axis: the axis of that leaf along which the rows lie.
-      dims: where the rows of each operand of the slice are; ``None``: it has none, and is passed as a whole.
-      out_dims: where the rows of each result are; a ``Partial`` is added up.
-      buffers: for every result the operand whose buffer it overwrites, row by row; ``None``: a new one.
-      shards: into how many parts the axis is divided between devices; the same rows are taken from each.
-      rows: how many rows of each shard are a chunk.
-      scan: the scan of the step that runs it, a row in each iteration, in words; empty if it runs in chunks.
+      shape: the shape of the leading leaf.
+      axis: the axis of the rows in that leaf.
+      dims: where the rows of each operand of the slice lie; ``None`` for an operand without rows, passed whole.
+      out_dims: where the rows of each result lie; the chunks' results of a ``Partial`` are combined.
+      buffers: the operand whose buffer each result overwrites row by row; ``None`` for a new buffer.
+      shards: the number of parts into which devices divide the axis; a chunk takes the same rows of each part.
+      rows: the number of rows of each shard in a chunk.
+      scan: describes the step's scan that runs one row in each iteration; empty if the slice runs in chunks.
     """
 
     shape: tuple[int, ...]
@@ -131,7 +131,7 @@ class RowWise:
 
 
 WHOLE, ON_CORES = "whole", "updated on the host's cores"
-Transfer = RowWise | str  # how the host leaves of a slice move; in words unless it is row by row
+Transfer = RowWise | str  # how a slice's host leaves move; a string unless they move by rows
 
 
 @dataclasses.dataclass(frozen=True)
@@ -234,7 +234,7 @@ _OTHER_SHAPES = "leaves of different shapes depend on each other"
 
 
 def transfer_of(s: Slice, reuse: Mapping[Var, Var], window: int) -> Transfer:
-    """Decide that a slice goes in chunks, or whole, and why; for the arguments see ``in_chunks``."""
+    """Plan a slice in chunks, or say why it moves whole; ``in_chunks`` describes the arguments."""
     try:
         return in_chunks(s, reuse, window)
     except Dependent as why:
@@ -255,7 +255,7 @@ def in_chunks(s: Slice, reuse: Mapping[Var, Var], window: int) -> RowWise:
     if not all(v in reuse for v in s.stores):
         raise Dependent("it makes a leaf that was not in the state before")
     if not all(is_host_aval(reuse[v].aval) for v in s.stores):
-        raise Dependent("it moves to the host in this step")  # no host buffer yet to write its rows into
+        raise Dependent("it moves to the host in this step")  # it has no host buffer yet to write rows into
     into = buffers(s, reuse)
     if any(old is None and is_host_aval(v.aval) for v, old in zip(s.outputs, into, strict=True)):
         raise Dependent("its next value is of another type or sharding, or not its own")
@@ -270,7 +270,7 @@ def in_chunks(s: Slice, reuse: Mapping[Var, Var], window: int) -> RowWise:
 
 
 def _along(axis: int, lead: Aval, s: Slice, into: Sequence[Var | None], window: int) -> RowWise | None:
-    """How a slice goes in chunks along an axis of the leading leaf; ``None`` if a tile is larger than the window.
+    """Plan chunks along an axis of the leading leaf; return ``None`` if one chunk of whole tiles takes all rows.
 
     A chunk of a sharded axis is the same rows of every shard, so no device needs another's rows.
     """
@@ -341,7 +341,7 @@ def rows_in_part(row_bytes: int, ndim: int, size: int) -> int:
 
 
 def from_disk(p: Planned, reuse: Mapping[Var, Var], there: Set[Var]) -> str:
-    """How a slice comes from files that are made for it, in words; for the arguments see ``in_parts``."""
+    """Describe how a slice comes from files made for it; ``in_parts`` describes the arguments."""
     loads, said = p.slice.loads, str(p.transfer)
     size, ndim = loads[0].aval.shape[0] if loads else 1, max((v.aval.ndim for v in loads), default=1)
     try:
@@ -358,12 +358,12 @@ def from_disk(p: Planned, reuse: Mapping[Var, Var], there: Set[Var]) -> str:
 
 
 def in_parts(p: Planned, reuse: Mapping[Var, Var], there: Set[Var]) -> RowWise:
-    """How a slice would run on some rows of its leaves, which are all on disk.
+    """Plan how a slice runs on some rows of its leaves, which are all on disk.
 
     Args:
       p: the slice.
       reuse: result -> the operand whose next value it is.
-      there: operands that are on disk.
+      there: the operands on disk.
 
     Raises:
       Dependent: it takes its leaves whole; the message says why.

@@ -435,7 +435,7 @@ def created(disk: Disk, create: Callable[[Any], Any], params: Any, target: Any) 
     init = unguarded(without_round_trips(flat(traced)))
     values = dict(zip(init.inputs, [*init.consts, *jax.tree.leaves(params)], strict=True))
     targets, treedef = jax.tree.flatten(target)
-    compiled, structure = dict[Hashable, Any](), structures()  # leaves that are alike share a program
+    compiled, structure = dict[Hashable, Any](), structures()  # similar leaves share a program
 
     def made(k: int) -> Any:
         eqns, _ = needed_for(init.eqns, variables(init.outputs[k : k + 1]))

@@ -83,7 +83,7 @@ def pipelined(
       >>> carry, aux = train((w, tx.init(w)), x)
       >>> w, state = train.finish(train(carry, x)[0])
     """
-    jit_of_jax(  # it checks all of them
+    jit_of_jax(  # jax checks all options
         step,
         donate_argnames=donate_argnames,
         donate_argnums=donate_argnums,
@@ -150,7 +150,7 @@ class Pipelined:
         self._signature = inspect.signature(step)
         others = [x for name, x in self._signature.parameters.items() if name not in names]
         self._rest = self._signature.replace(parameters=others)
-        # jax keeps one of them for arguments of the same types, static arguments and settings of jax
+        # jax caches a ``Rotated`` for each combination of argument types, static arguments and settings
         turn = jit_of_jax(functools.partial(Rotated, self), static_argnums=(0, *range(3, 3 + len(static))))
         self.program: Callable[..., Rotated] = turn.eval_shape
 
@@ -246,7 +246,7 @@ class Pipelined:
         else:
             program, leaves = self._begun(carry, rest, *static)
             kept = program.kept(leaves, rest)
-        return program.train, (*kept, rest, *static), dict(sorted(program.carried.items()))  # as jax sorts them
+        return program.train, (*kept, rest, *static), dict(sorted(program.carried.items()))  # in jax's order
 
     def __reduce__(self) -> Any:
         return Pipelined, (self.step, self.names, self._static, self.on_host)
@@ -255,26 +255,26 @@ class Pipelined:
         """Call the step with a carry, or with carried arguments."""
         if isinstance(carry, Carry):
             kept, late, now, following = carry.program.train(*carry.kept, rest, *static)
-            step: Any = 1 + (carry.step if isinstance(carry.step, Tracer) else int(carry.step))  # an array, if restored
+            step: Any = 1 + (carry.step if isinstance(carry.step, Tracer) else int(carry.step))  # restored as an array
             return Carry(kept, step, following), Aux(now, late, step)
         program, leaves = self._begun(carry, rest, *static)
         made, given, now = program.first(leaves, rest, *static)
         return Carry((program.own(leaves), made, given), 0, program), Aux(now, None, 0)
 
     def _begun(self, carried: tuple[Any, ...], rest: Values, *static: Any) -> tuple[Rotated, list[Any]]:
-        """Return the step turned round for arguments of these types, and the carried leaves as arrays."""
+        """Return the step rotated for arguments of these types, and the carried leaves as arrays."""
         leaves = jax.tree.leaves(carried := jax.tree.map(array_of, carried))
         return self.program(tuple(map(sharding_of, leaves)), carried, rest, *static), leaves
 
     def called(self, carried: tuple[Any, ...], rest: Values, *static: Any) -> Any:
-        """Call the step of its carried arguments, the others by name, and the static ones."""
+        """Call the step with its carried arguments, the others by name, and the static ones."""
         given = rest | dict(zip((*self.names, *self._static), (*carried, *static), strict=True))
         ordered = {name: x for name in self._signature.parameters if (x := given.get(name, _EMPTY)) is not _EMPTY}
         call = inspect.BoundArguments(self._signature, ordered)  # pyright: ignore[reportArgumentType]
         return self.step(*call.args, **call.kwargs)
 
     def _given(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
-        """Return a carry or carried arguments, the others by name, and static ones, of a call or the original step."""
+        """Split arguments, of a call or the original step, into a carry or carried, others by name, and static ones."""
         if args and isinstance(args[0], Carry):
             return self._of_call(*args, **kwargs)
         try:
@@ -287,7 +287,7 @@ class Pipelined:
             raise TypeError(f"{error}: expected the step's arguments, {whole}, or a carry and the others.") from None
 
     def _of_call(self, carry: Any, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
-        """Return the same, given the arguments of a call."""
+        """Split the arguments of a call in the same way."""
         try:
             given = self._rest.bind(*args, **kwargs).arguments
         except TypeError as error:
@@ -296,7 +296,7 @@ class Pipelined:
 
     def _parted(self, given: Mapping[str, Any]) -> tuple[Any, ...]:
         rest = {name: x for name, x in given.items() if name not in self._static}
-        return rest, *(given.get(name, _EMPTY) for name in self._static)  # a default may have no hash
+        return rest, *(given.get(name, _EMPTY) for name in self._static)  # a default may be unhashable
 
     def _checked(self, carry: Any) -> Any:
         """Return a carry, or the carried arguments of a first call; raise an error if it cannot be used."""
@@ -307,7 +307,7 @@ class Pipelined:
         if not pending and not (isinstance(found, tuple | list) and len(found) == len(self.names)):
             count = f" of {len(carry)}" if isinstance(carry, tuple | list) else ""
             raise TypeError(f"carry: {self._expected}, got a {type(carry).__name__}{count}.")
-        values = jax.tree.leaves(carry.kept[:2] if pending else found)  # the second call donates the first one's, too
+        values = jax.tree.leaves(carry.kept[:2] if pending else found)  # the second call donates the first call's
         if any(x.is_deleted() for x in values if isinstance(x, jax.Array) and not isinstance(x, Tracer)):
             raise ValueError(
                 "carry: was used already, or the one that it came from, and its arrays are gone; use what the last "

@@ -58,27 +58,27 @@ The first two are donated. The last are the caller's, such as a learning rate, a
 
 @jax.tree_util.register_static
 class Rotated:
-    """A step, turned around for arguments of some types. jax hands it on as a part of a result's structure.
+    """A step rotated for arguments of some types. jax carries it in the tree structure of a result.
 
     Attributes:
       of: the ``Pipelined`` step.
       carried, tree: the types of the carried arguments, and their structure.
-      first: the part before the update alone, of the carried leaves, the others by name, and static arguments.
-      train: the late part of this step, then the first part of the next one, which is the same step if the types are.
-        It takes the kept values, the other arguments by name, and static arguments; it returns the values kept for the
-        next update, the late results, the results of the next step known now, and that step.
-      finish: the late part alone: the leaves of the carried arguments, and the late results. The values made for the
-        update are not donated, because no next value could take their buffers.
-      look: a carried argument after the update, by its place, or an attribute of it. Nothing is donated.
+      first: runs only the part before the update, on the carried leaves, the others by name, and static arguments.
+      train: runs the late part of this step, then the first part of the next one, which is this object if the types are
+        the same. It takes the kept values, the other arguments by name, and static arguments; it returns the values
+        kept for the next update, the late results, the results of the next step known now, and that step.
+      finish: runs only the late part, and returns the carried leaves and the late results. It does not donate values
+        made for the update, because no next value could take their buffers.
+      look: returns a carried argument after the update, by its place, or an attribute of it. It donates nothing.
     """
 
     def __init__(self, of: Any, shardings: Sequence[Any], carried: tuple[Any, ...], rest: Values, *static: Any) -> None:
-        """Turn a step around.
+        """Rotate a step.
 
         Args:
           of: the ``Pipelined`` step.
-          shardings: of the carried arguments' leaves, which a trace does not tell.
-          carried, rest: the arguments, in their order and by name.
+          shardings: the shardings of the carried leaves, which a trace does not show.
+          carried, rest: the carried arguments in their order, and the others by name.
           *static: the static arguments.
         """
         closed, result = traced_step(of.called, carried, rest, *static, static=range(2, 2 + len(static)))
@@ -124,7 +124,7 @@ class Rotated:
         self.look = Jitted(self._current, {"static_argnums": (3, 4)})
 
     def _check(self, program: Program, own: Mapping[str, Var]) -> None:
-        """Raise ``ValueError`` for a step that does not return what its update makes, or returns it elsewhere."""
+        """Raise ``ValueError`` if the step does not return its update's results, or returns them in another memory."""
         names = ", ".join(self.carried)
         nexts = zip(own.items(), self._nexts, strict=True)
         moved = [name for (name, v), new in nexts if is_host_aval(new.aval) and not is_host_aval(v.aval)]
@@ -162,7 +162,7 @@ class Rotated:
         return values_of(env, self._nexts), self._aux(env, late=True)
 
     def _aux(self, env: Mapping[Var, Any], *, late: bool) -> Any:
-        """The results that are not carried on, with ``None`` for those that the other part knows."""
+        """Return this part's results that are not carried, with ``None`` for those of the other part."""
         outputs = self._cut.program.outputs
         here = [k for k in jax.tree.leaves(self._others) if late != self._late.isdisjoint(variables([outputs[k]]))]
         values = typed_as([self._types[k] for k in here], values_of(env, [outputs[k] for k in here]))
@@ -174,8 +174,8 @@ class Rotated:
         return getattr(found, attribute) if attribute else found
 
     def kept(self, leaves: Sequence[Any], rest: Values) -> Kept:
-        """The types of the values that a call keeps. Gradients are divided like their state or parameter."""
-        # otherwise like the arrays on the host, if those are on one device
+        """Return the types of the values that a call keeps. Gradients are divided like their state or parameter."""
+        # host values that resemble no carried array take the sharding of a host array on one device, if there is one
         hosts = [s for x in leaves if (s := sharding_of(x)) is not None and s.memory_kind == HOST_KIND]
         alone = next((s for s in hosts if s.num_devices == 1), None)
 
@@ -212,8 +212,9 @@ _TAKE_FIRST = (
 
 
 def _model_in_update(cut: Cut, own: Iterable[Var], given: Iterable[Var]) -> Equation | None:
-    """Return an equation of the updates' part that runs the model, if there is one: it multiplies matrices, with arrays
-    that are made of the batch alone.
+    """Return an equation of the update part that runs the model, if there is one.
+
+    Such an equation multiplies matrices and depends on an array that is made of the batch alone.
 
     Args:
       cut: the step.
@@ -275,19 +276,22 @@ _FIX = "Return a dict with the carried arguments' names as keys."
 
 
 def matched(carried: Mapping[str, Any], result: Any, origins: Sequence[Mask]) -> tuple[list[int], Any]:
-    """Return the numbers of the result's leaves that are next values of carried ones, and the tree of the others'.
+    """Match the results with the carried arguments that they replace.
 
-    A result is one of several if they are returned as a tuple or list, or under names, such as a dict's keys, that
-    include the names of all carried arguments. These names decide. But what has the type of a carried argument is a
-    single result. Else the next value of an argument is the only result of its type. Several results of one type are
-    told apart by their origins: the next value is made by an update, and of no other carried argument of that type; or
-    it is the last result for the last argument. They must be in the arguments' order: in another order, a step may also
-    let two networks take turns.
+    If the whole result has the type of a carried argument, it is a single result. A tuple or a list holds several
+    results, and so does a tree with names, such as a dict's keys, if these include the names of all carried arguments;
+    then the names decide. Otherwise, the next value of an argument is the only result of its type. Among several
+    results of one type, origins decide: the next value comes from an update, and from no other carried argument of that
+    type; or it is the last result left for the last argument left. These results must be in the order of the arguments,
+    because in another order the step may let two networks take turns.
 
     Args:
       carried: the types of the carried arguments.
       result: the types of the result.
       origins: the origins of its leaves (``origins_of``), with a bit for each carried argument.
+
+    Returns:
+      The numbers of the result's leaves that are next values, and the tree of the other leaves' numbers.
 
     Raises:
       ValueError: an argument has no next value among the results, or it is not certain which one that is.
@@ -316,17 +320,17 @@ def matched(carried: Mapping[str, Any], result: Any, origins: Sequence[Mask]) ->
 
 
 def _kind(tree: Any) -> Any:
-    """The structure, shapes and dtypes of a tree. A leaf on disk has the leaf's type, and not its token's."""
+    """Return a tree's structure, shapes and dtypes; a leaf on disk counts with its own type, not with its token's."""
     leaves, structure = jax.tree.flatten(tree, is_leaf=is_on_disk)
     return structure, tuple((x.shape, x.dtype) for x in leaves)
 
 
 def _told_apart(bits: Mapping[str, Mask], results: Mapping[int, Mask]) -> dict[str, int]:
-    """The result that is the next value of each of some carried arguments that are alike.
+    """Find the next value of each of several carried arguments of the same type.
 
     Args:
-      bits: the arguments, each with its bit.
-      results: the numbers of the results of their type, each with its origins.
+      bits: the arguments and their bits.
+      results: the numbers of the results of their type, and the origins of each.
     """
     names, what, kind = [*bits], " and ".join(map(repr, bits)), "the tree, shapes and dtypes of the carried argument"
     if len(results) < len(names):
@@ -356,12 +360,12 @@ def _told_apart(bits: Mapping[str, Mask], results: Mapping[int, Mask]) -> dict[s
 
 
 def array_of(x: Any) -> Any:
-    """A leaf as an array with a type; a Python number becomes one."""
+    """Return a leaf as an array with a type; convert a Python number."""
     return in_its_memory(x) if isinstance(x, jax.Array | Token | jax.ShapeDtypeStruct) else jnp.asarray(x)
 
 
 def names_of(trees: Mapping[str, Any]) -> list[str]:
-    """A name for each leaf of some trees, no two alike."""
+    """Return a unique name for each leaf of some trees."""
     paths = [(DictKey(name), *path) for name, x in trees.items() for path, _ in tree_flatten_with_path(x)[0]]
     names = [keystr(path, simple=True, separator="/") for path in paths]
     return [name if names.index(name) == k else f"{name} #{k}" for k, name in enumerate(names)]
@@ -394,10 +398,10 @@ def like_state(v: Var, carried: Mapping[Var, Sharding | None]) -> Sharding | Non
 
 
 def home_of(v: Var, carried: Mapping[Var, Sharding | None]) -> NamedSharding | None:
-    """How a waiting value is to be divided between devices: like its state.
+    """Return the sharding of a waiting value, which is like its state's.
 
-    XLA by itself would let the gradients of divided parameters wait whole on every device. ``None`` if the type tells
-    the sharding, or if nothing is divided.
+    XLA by itself would keep the gradients of divided parameters whole on every device. Return ``None`` if the type
+    gives the sharding, or if the value is small or undivided.
     """
     like = like_state(v, carried)
     if not _is_large(v) or typed_sharding(v.aval) is not None or not isinstance(like, NamedSharding):
@@ -406,7 +410,7 @@ def home_of(v: Var, carried: Mapping[Var, Sharding | None]) -> NamedSharding | N
 
 
 def waiting_on_host(program: Program, carried: Mapping[Var, Sharding | None]) -> Program:
-    """Return a step's program with gradients of 64 KiB and more waiting for their update in host memory.
+    """Return a step's program in which gradients of 64 KiB or more wait in host memory for their update.
 
     Args:
       program: a step's program, with every ``jit`` inlined.
@@ -428,7 +432,7 @@ def waiting_on_host(program: Program, carried: Mapping[Var, Sharding | None]) ->
         check_program(found)
     except CannotWait:
         raise
-    except Exception as fault:  # whatever is wrong with the new step, the one that was written runs
+    except Exception as fault:  # the step still runs as written
         tell("gradients wait on the device", fault)
         return program
     return found
@@ -450,7 +454,7 @@ def _of_update(program: Program, number: int, carried: Mapping[Var, Sharding | N
         )
     ahead, numbers = _ahead(update, gradients)
     front, inside = Builder([*before]), Builder()
-    front.copy(*ahead, results={v: v for v in numbers})  # the update makes what is in between again
+    front.copy(*ahead, results={v: v for v in numbers})  # the update repeats the equations
     names, rank, shards = {**update.names}, {**update.rank}, {**update.program.shards}
     last = 1 + max(rank.values(), default=0)
     for k, v in enumerate(waiting):
@@ -465,7 +469,7 @@ def _of_update(program: Program, number: int, carried: Mapping[Var, Sharding | N
         inside.put(each)
     update = consisting_of(update, inside.eqns, {*variables(update.program.outputs)} - numbers)
     recipe = dataclasses.replace(update.program, shards=shards)
-    update = dataclasses.replace(update, program=recipe, names=names, rank=rank, backward=None)  # no longer in front
+    update = dataclasses.replace(update, program=recipe, names=names, rank=rank, backward=None)  # no pass precedes it
     return dataclasses.replace(program, eqns=[*front.eqns, equation_of(update, eqn), *program.eqns[at + 1 :]])
 
 

@@ -91,7 +91,7 @@ def of_each_way():
         return step, params, jo.abstract_state(tx, params)
     return make, optax.adamw(1e-4)
 """
-ODD = [  # what is asked, the exit code, what is said
+ODD = [  # the command, its exit code, and its output
     ("plan mine_for_test:wrong", 2, "mine_for_test:wrong"),
     ("plan mine_for_test:raises", 9, "ValueError: of their own"),
     ("plan mine_for_test:number", 2, "expected module:function, a function without arguments that returns"),

@@ -263,7 +263,7 @@ def test_nothing_fits(name):
         assert "pipelined needs 69.0 GiB more of the host's memory" in found.verdict and found["pipelined"].room > 0
 
 
-LARGER = {  # what there is, the row that fits in a larger share of the memory, and what the verdict begins with
+LARGER = {  # the arguments, the row that fits in a larger share of the memory, and the first words of the verdict
     "than of another row": ({"device_memory": "10.5GiB", "activations": "1MiB"}, "resident", "With "),
     "where nothing fits": ({"device_memory": 4.2 * GIB / 0.75 + 5 * GIB, "activations": "5GiB"}, None, NOTHING),
     "without activations": ({"device_memory": 4.2 * GIB / 0.75}, None, NOTHING),
@@ -277,7 +277,7 @@ LARGER = {  # what there is, the row that fits in a larger share of the memory, 
 @pytest.mark.daily("each has words of its own")
 @pytest.mark.parametrize("name", LARGER)
 def test_a_larger_share_of_the_memory(name, monkeypatch):
-    """In 75 % the row does not fit; the verdict says in which share it does, and under what condition."""
+    """The row does not fit into 75% of the memory; the verdict gives a share into which it fits, and the condition."""
     given, row, begins = LARGER[name]
     found = jo.plan(ADAMW, HALF, chip="h100", **given)
     share = re.search(r"With XLA_PYTHON_CLIENT_MEM_FRACTION=(0\.\d+) in the environment", found.verdict)[1]
@@ -297,7 +297,7 @@ def test_a_larger_share_of_the_memory(name, monkeypatch):
 
 @pytest.mark.parametrize("other", [{"device_memory": "8.2GiB"}, {"chip": "v5e"}])
 def test_no_larger_share(other):
-    """It would leave no headroom; jax takes all of a TPU."""
+    """A larger share would leave no headroom, and jax takes all memory of a TPU."""
     given = {"chip": "h100", "device_memory": "10.5GiB", "activations": "1MiB"} | other
     assert "XLA_PYTHON" not in jo.plan(ADAMW, HALF, **given).verdict
 
@@ -363,7 +363,7 @@ def test_the_dtype_of_the_arithmetic():
 
 
 def test_what_is_printed():
-    """Two sentences and a line of code, eight rows at most, then inputs; docs/plan.md shows all of one."""
+    """A plan prints two sentences, a line of code, eight rows at most and the inputs, as in docs/plan.md."""
     found = jo.plan(CLIPPED, "13B", chip="h100", device_memory="80GiB", tokens_per_step=16384)
     table = str(found).partition("GiB on one device:")[2].partition("\n\n")[0]
     assert found.verdict.count(". ") == 1 and len(table.strip().splitlines()) <= 9

@@ -389,7 +389,7 @@ def stored() -> dict[str, dict[str, Any]]:
 
 
 def figures(now: dict[str, Any], before: dict[str, Any]) -> str:
-    """A row's figures, each after the stored one where they differ, for better or worse."""
+    """Return a row's figures, each after the stored one if they differ, for better or worse."""
     both = ((name, x, before.get(name, x)) for name, x in now.items())
     return ", ".join(f"{name} {x}" if x == old else f"{name} {old} -> {x}" for name, x, old in both)
 

@@ -95,7 +95,7 @@ def over_microbatches(change=lambda grads: grads, also=lambda x: None):
 
 
 def ending_with_it(params, batch):
-    """The backward scan carries the gradient of ``layers``, as that of its first activations."""
+    """The backward scan carries the gradient of ``layers`` as the gradient of its first activations."""
     layer = lambda x, _: (jnp.tanh(x @ jnp.eye(64)), None)  # noqa: E731
     return (jax.lax.scan(layer, params["layers"], None, length=3)[0] * batch["x"][0]).mean()
 
@@ -148,14 +148,14 @@ def test_why_nothing_moves(expected):
 
 
 def test_only_the_first_cause_is_a_reason():
-    """What is made of rows that have met is no norm of all gradients."""
+    """The reason names the equation that mixes rows, not a number of all gradients made after it."""
     step = jo.jit(lambda p, s, x: jo.update_params(TX, changed_by(lambda g: g * g[::-1])(loss_of)(p, x), s, p))
     (why,) = placement(step, TX).stays
     assert "keep layers apart: rev" in why
 
 
 def per_layer(tx):
-    """The optimizer makes its numbers for each layer."""
+    """Return an optimizer that makes its numbers for each layer separately."""
     return optax.GradientTransformation(jax.vmap(tx.init), jax.vmap(tx.update))
 
 
@@ -169,7 +169,7 @@ STATEFUL = {
 @pytest.mark.parametrize("way", [jo.jit, jo.pipelined])
 @pytest.mark.parametrize("kind", STATEFUL)
 def test_the_fix_for_a_number_of_all_layers(kind, way):
-    """``pipelined`` does not hide it either, so the reason does not say so; one number of each layer does not wait."""
+    """``pipelined`` does not hide it either, so the reason does not offer it. A number of one layer does not wait."""
     params = committed({"layers": jnp.ones((4, 128, 128))})  # rows just large enough to move
     loss = lambda params, x: (jax.lax.scan(lambda x, w: (layer(x, w), None), x, params["layers"])[0] ** 2).mean()  # noqa: E731
     for tx, fixed in (STATEFUL[kind], False), (per_layer(STATEFUL[kind]), True):
@@ -189,7 +189,7 @@ def needing_all(params, state, x):
 
 
 def in_both_branches(params, state, x):
-    """The transfers are in the branch that runs: outside, both updates would load and store the state."""
+    """Transfers stay in the branch that runs, because outside both updates would load and store the state."""
     grads = jax.grad(loss_of)(params, x)
     half = lambda: jo.update_params(TX, jax.tree.map(lambda g: g / 2, grads), state, params)  # noqa: E731
     return jax.lax.cond(x["x"][0, 0] > 0, lambda: jo.update_params(TX, grads, state, params), half)
@@ -271,7 +271,7 @@ def shared(params, batch):
 
 @pytest.mark.parametrize("loss", [shared, recurrent])
 def test_a_leaf_that_every_iteration_uses_says_so_until_select_keeps_it_on_the_device(loss):
-    """Whether other leaves move into that scan or not."""
+    """The reason appears whether or not other leaves move into that scan."""
     name = "head" if loss is shared else "layers"
     for tx, says in (TX, True), (offloaded(ADAMW, min_bytes=0, select=f"^(?!{name})"), False):
         table = placement(jo.jit(step_of(tx, loss=loss)), tx)
@@ -292,7 +292,7 @@ def recomputed(params, x):
 
 @pytest.mark.parametrize("loss", [stacked, recomputed])
 def test_a_scan_over_a_batch_stays_as_it_is(loss):
-    """It runs with whole layers in each iteration: unrolled or recomputed early it would take more memory."""
+    """Each iteration uses whole layers, and the scan would take more memory if it were unrolled or recomputed early."""
     step = jo.jit(lambda p, s, x: jo.update_params(TX, jax.grad(loss)(p, x), s, p))
     (why,) = placement(step, TX, jnp.ones((4, 2, 64)), params=apart()).stays
     assert "loop of its own" in why, why

@@ -71,7 +71,7 @@ def in_a_loop(tx):
 
 
 def chosen(good):
-    """A step in which old parameters and state stay, by a choice around the update, unless the new ones are good."""
+    """Make a step that chooses around the update: old parameters and state stay unless the new ones are good."""
 
     def make(tx):
         def step(params, state, batch):
@@ -420,7 +420,7 @@ def test_under_vmap_and_differentiated(around):
 
 
 def test_leaves_are_found_where_jax_has_dropped_results():
-    """The gradient of a step needs its new parameters, and not its new state."""
+    """The derivative of the step needs its new parameters but not its new state."""
     tx = offloaded(ADAMW, min_bytes=0)
 
     def loss(params, state, batch):

@@ -82,7 +82,7 @@ class Returned:
 
 
 def test_names_of_arguments_and_results():
-    """Attributes name results, jax finds the call's own arguments, and the default of a static one needs no hash."""
+    """Attributes name results, an outer jit finds the call's arguments, and a static default may be unhashable."""
     tx = offloaded(CLIPPED)
 
     def step(batch, params, state, sizes=[8]):  # noqa: B006

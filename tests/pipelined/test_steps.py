@@ -146,7 +146,7 @@ HOLDERS = {
 
 @pytest.mark.parametrize("kind", HOLDERS)
 def test_one_carried_argument_that_holds_both(kind):
-    """Random steps have a train state beside other results; here it is all that the step returns, and not first."""
+    """Random steps return a train state beside other results; here it is the only result and not the first argument."""
     tx, holder = offloaded(ADAMW), HOLDERS[kind]
 
     def step(batch, both):
@@ -194,7 +194,7 @@ def test_large_gradients_wait_on_the_host(axis, unrolled, dtype):
 
 @pytest.mark.parametrize("gradients", ["device", "host"])
 def test_gradients_wait_divided_like_their_parameters(gradients):
-    """XLA by itself would keep some of them whole on every device."""
+    """XLA by itself would keep some gradients whole on every device."""
     mesh = jax.make_mesh((2,), ("d",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:2])
     home = lambda *spec: jax.NamedSharding(mesh, jax.P(*spec))  # noqa: E731
     params = jax.device_put(parameters(), {"layers": home(None, "d"), "head": home(), "bias": home()})

@@ -205,7 +205,7 @@ FURTHER: dict[str, Callable[[str, Any], jax.Array]] = {
     "half": lambda name, dtype: jnp.asarray(normal(name, 5, 4), jnp.float16),
     "odd shape": lambda name, dtype: jnp.asarray(normal(name, 33, 1, 7), dtype),
 }
-TREES: dict[str, Callable[[dict[str, Any], list[Any]], Any]] = {  # from parameters by name, and in the order of names
+TREES: dict[str, Callable[[dict[str, Any], list[Any]], Any]] = {  # made of a dict of parameters, or of their list
     "dict": lambda params, values: params,
     "odd dict": lambda params, values: dict(reversed(params.items())),
     "tuple": lambda params, values: tuple(values),
@@ -247,7 +247,8 @@ def looped(y: Any, k: Any) -> Any:
     return lax.fori_loop(0, 2, lambda i, y: jnp.sin(y) + i * n, y)
 
 
-# From the activations after a layer, its number, its weights and what is carried: both of them, and a result.
+# Each takes the activations after a layer, its number, its weights and a carried value, and returns new activations, a
+# new carried value and a result.
 ODDITIES: dict[str, Callable[[Any, Any, Any, Any], tuple[Any, Any, Any]]] = {
     "literal": lambda y, k, w, extra: (y, extra, {"zero": 0.0, "one": 1, "true": True, "size": size_of(y)}),
     "literal carry": lambda y, k, w, extra: (y, 2.0, None),
@@ -1024,7 +1025,7 @@ def x64(on: bool, by: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def built(r: Recipe, mode: str, folder: Path) -> Iterator[Step]:
-    """The step of a recipe, under its settings."""
+    """Yield the step of a recipe, under its settings."""
     with contextlib.ExitStack() as contexts:
         contexts.enter_context(x64(r["dtype"] == "float64", r["x64 by"]))
         if r["pieces"] == "small":
@@ -1037,13 +1038,13 @@ def built(r: Recipe, mode: str, folder: Path) -> Iterator[Step]:
 
 
 def run(r: Recipe, mode: str, folder: Path) -> Record:
-    """Some calls of a step, each of the results of the one before."""
+    """Call a step several times, each time with the results of the last call."""
     with built(r, mode, folder) as step:
         return pipelined(step) if mode.startswith("pipelined") else jitted(step)
 
 
 def placement_of(r: Recipe, mode: str) -> Any:
-    """The placement of a step in a mode that is not pipelined, traced only."""
+    """Return the placement of a step, which is only traced, in a mode that is not pipelined."""
     with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings(), built(r, mode, Path(folder)) as step:
         warnings.simplefilter("ignore")
         given = {**step.carried, **rest_of(step, 0)}

@@ -206,7 +206,7 @@ INTEGERS = {
 
 
 CASES = ONCE | PARTS | {name: fun for name, (fun, _) in STAYS.items()}
-CASES |= {  # a value of the leaf's own type, of whatever a primitive makes
+CASES |= {  # casts the primitive's result to the leaf's type
     f"{name}, elementwise": lambda x, y, n, of=of: jnp.real(of(x, y)).astype(x.dtype)
     for name, of in (ELEMENTWISE | INTEGERS).items()
 }
