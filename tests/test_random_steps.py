@@ -125,7 +125,7 @@ STAYS = {  # why the update of a stack stays behind the scan; of all others it m
     ("inside", "flatten"): "a number that the same scan carries to its end",
     ("outside", "clip"): ALL,
     ("outside", "apply_if_finite"): ALL,
-    ("optimizer", "adafactor"): ALL,
+    ("optimizer", "adafactor"): "a number made of the updates or the state of all layers",
     ("optimizer", "novograd"): ALL,
     ("optimizer", "lars"): ALL,
     ("optimizer", "lbfgs-like"): "",
