@@ -201,7 +201,7 @@ RESHARDED = {  # the state's sharding, its next value, the update made of that, 
 @pytest.mark.daily("each divides otherwise")
 @pytest.mark.parametrize("case", RESHARDED)
 def test_an_optimizer_that_reshards(case):
-    """On a mesh with Explicit axes, numbers and shardings equal those of the resident state."""
+    """On a mesh with Explicit axes, numbers and shardings equal the resident ones."""
     home, following, update_of, streams = RESHARDED[case]
 
     def update(updates, state, params=None):

@@ -118,13 +118,11 @@ def _traced(recipe: Callable[..., Any], args: tuple[Any, ...]) -> Traced:
 
 
 def _offloads(trace: Traced, updates: Any, params: Any, options: Options | None) -> dict[str, Any]:
-    """Find the offloads in a recipe, as fields of ``Recipe``. ``options``: those of the ``offload`` that owns it."""
+    """Collect the offloads in a recipe, as fields of ``Recipe``; ``options`` belong to the ``offload`` around it."""
     state, known = trace.inputs[1], [] if options is None else [options]
     offload_of = {v: 0 for v in state if v is not None and known}
-    on_cores, on_disk = (
-        {state[k] for each in known for k in each.on_cores},
-        {state[k] for each in known for k in each.on_disk},
-    )
+    on_cores = {state[k] for each in known for k in each.on_cores}
+    on_disk = {state[k] for each in known for k in each.on_disk}
     for each in trace.inside:  # each leaf streams as its own offload says
         update, origins = cast(Update, each.update), each.origins
         offload_of |= {origins[v]: len(known) + k for v, k in update.offload_of.items() if v in origins}

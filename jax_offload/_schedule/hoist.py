@@ -31,7 +31,7 @@ PIPELINED = "; jax_offload.pipelined hides it"
 NEEDS_ALL = f"something that needs all gradients, such as their norm, comes before their update{PIPELINED}"
 OF_THE_STATE = (
     "a number made of the updates or the state of all layers (LAMB, Adafactor's clipping_threshold) comes before "
-    "their update; jax.vmap the init and update of the layers' optimizer, for a number of each layer"
+    "their update; jax.vmap the init and update of the layers' optimizer, if each layer may have its own number"
 )
 OF_THE_NEW = (
     "a number made of the new parameters or state of all layers chooses between new and old ones; choose by a number "

@@ -162,7 +162,7 @@ class Rotated:
         return values_of(env, self._nexts), self._aux(env, late=True)
 
     def _aux(self, env: Mapping[Var, Any], *, late: bool) -> Any:
-        """Return this part's results that are not carried, with ``None`` for those of the other part."""
+        """Return the results of one part that are not carried, with ``None`` in place of the other part's."""
         outputs = self._cut.program.outputs
         here = [k for k in jax.tree.leaves(self._others) if late != self._late.isdisjoint(variables([outputs[k]]))]
         values = typed_as([self._types[k] for k in here], values_of(env, [outputs[k] for k in here]))
